@@ -1,0 +1,149 @@
+"""Every setting of the plugin: one dataclass, from whose field docstrings the ``--moe-lrm-*`` flags are made."""
+
+import ast
+import inspect
+import math
+import textwrap
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+from typing import Any, Literal
+
+USUAL, ADVANCED = "moe-lrm", "moe-lrm, advanced"
+FLAG_PREFIX = "--moe-lrm-"
+
+
+def _in_group(title: str, default: Any) -> Any:
+    return field(default=default, metadata={"group": title})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrmConfig:
+    """Settings of the recalibrated, compacted MoE backward.
+
+    Raises:
+        ValueError: one error that lists every field out of range, with its flag, value and allowed values.
+    """
+
+    retention: float | None = _in_group(USUAL, None)
+    """Share of the routed (token, expert) pairs that keep their backward, 0 < r <= 1. Not given, or 1.0:
+    Megatron's own classes stay in place. The forward is never changed."""
+
+    selection: Literal["unbiased", "topk"] = _in_group(USUAL, "unbiased")
+    """How an expert's quota is filled. unbiased: a systematic draw with probability proportional to the
+    square root of the score, kept pairs weighted by 1/probability, so that the expected gradient is the full
+    one. topk: the highest scores, unweighted (the LRMoE paper's rule; biased)."""
+
+    start_iter: int = _in_group(USUAL, 0)
+    """Iterations at the start of training that run Megatron's full backward."""
+
+    ramp_iters: int = _in_group(USUAL, 0)
+    """After start-iter, the number of iterations over which retention falls linearly from 1.0."""
+
+    layers: str | None = _in_group(USUAL, None)
+    """Layer numbers (from 1) that drop backward work, as '2-5,9'. Not given: every MoE layer."""
+
+    score: Literal["lrm", "grad-sq", "grad-abs", "random"] = _in_group(ADVANCED, "lrm")
+    """What a pair is worth. lrm: alpha^2 |g|^2 |phi|^2. grad-sq: |g|^2. grad-abs: the sum of |g|. random:
+    nothing is worth more than anything else."""
+
+    scope: Literal["expert", "source"] = _in_group(ADVANCED, "expert")
+    """Over what a quota is filled. expert: over all tokens of an expert, wherever they come from (one host
+    sync in backward). source: over each source rank's tokens of an expert (no sync in backward)."""
+
+    max_weight: float | None = _in_group(ADVANCED, None)
+    """Largest 1/probability that 'unbiased' may give a pair, kept by a floor on the probability. Not given:
+    no cap."""
+
+    min_rows: int = _in_group(ADVANCED, 0)
+    """An expert with no more rows than this keeps them all."""
+
+    gemm: Literal["auto", "loop", "grouped"] = _in_group(ADVANCED, "auto")
+    """GEMMs over the experts. loop: one matmul per expert, forward bit-identical to Megatron's SequentialMLP.
+    grouped: torch.nn.functional.grouped_mm. auto: grouped for bf16 and fp16 on a GPU, loop otherwise."""
+
+    log_detail: bool = _in_group(ADVANCED, False)
+    """Log the kept share and load imbalance of every layer, not only their mean."""
+
+    def __post_init__(self) -> None:
+        if problems := self.problems():
+            raise ValueError("\n".join(problems))
+
+    def problems(self) -> list[str]:
+        """Every field out of range, one sentence each: flag, what was found, what is allowed."""
+        found: list[str] = []
+
+        def require(ok: bool, name: str, allowed: str) -> None:
+            if not ok:
+                found.append(f"{flag_of(name)}: found {getattr(self, name)!r}, allowed is {allowed}")
+
+        r = self.retention
+        require(r is None or (math.isfinite(r) and 0 < r <= 1), "retention", "0 < retention <= 1")
+        w = self.max_weight
+        require(w is None or (math.isfinite(w) and w >= 1), "max_weight", "a number >= 1")
+        for name in ("start_iter", "ramp_iters", "min_rows"):
+            require(getattr(self, name) >= 0, name, "a whole number >= 0")
+        for f in fields(self):
+            choices = getattr(f.type, "__args__", ()) if "Literal" in str(f.type) else ()
+            require(not choices or getattr(self, f.name) in choices, f.name, f"one of {list(choices)}")
+        try:
+            parse_layers(self.layers)
+        except ValueError as error:
+            found.append(f"{flag_of('layers')}: {error}")
+        return found
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any backward work is to be dropped at any time."""
+        return self.retention is not None and self.retention < 1
+
+    @property
+    def retention_fraction(self) -> Fraction:
+        """Retention as the decimal fraction that was written: 0.7 is 7/10, not the nearest binary float."""
+        return Fraction(repr(self.retention)) if self.retention is not None else Fraction(1)
+
+    def covers_layer(self, layer_number: int | None) -> bool:
+        """Whether the layer with this number (from 1) is among ``layers``."""
+        chosen = parse_layers(self.layers)
+        return chosen is None or layer_number in chosen
+
+
+def flag_of(name: str) -> str:
+    """Command-line flag of a field: ``max_weight`` is ``--moe-lrm-max-weight``."""
+    return FLAG_PREFIX + name.replace("_", "-")
+
+
+def dest_of(name: str) -> str:
+    """Attribute of Megatron's argument namespace that holds a field."""
+    return "moe_lrm_" + name
+
+
+def parse_layers(text: str | None) -> frozenset[int] | None:
+    """Layer numbers in ``'2-5,9'``; None (every layer) for None.
+
+    Raises:
+        ValueError: a part is no number or rising range of numbers from 1.
+    """
+    if text is None:
+        return None
+    chosen: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"found {text!r}, allowed are numbers and ranges such as 2-5,9")
+        low, high = int(first), int(last or first)
+        if low < 1 or high < low:
+            raise ValueError(f"found {part!r} in {text!r}, allowed are layers from 1 and rising ranges")
+        chosen.update(range(low, high + 1))
+    return frozenset(chosen)
+
+
+def field_help() -> dict[str, str]:
+    """Docstring of each field, as one line of help text."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(LrmConfig))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    texts = {}
+    for node, after in zip(body.body, body.body[1:], strict=False):
+        is_field = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if is_field and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            texts[node.target.id] = " ".join(str(after.value.value).split())  # type: ignore[union-attr]
+    return texts

@@ -1,0 +1,233 @@
+"""Put the plugin into Megatron, from outside, and only where a run asks for it.
+
+What is replaced at once, and changes nothing in a run without ``--moe-lrm-retention``:
+
+- ``megatron.training.arguments.add_megatron_arguments``: adds the ``--moe-lrm-*`` flags. ``parse_args`` looks
+  it up when called, and an ``extra_args_provider`` stays free for others.
+- ``core_transformer_config_from_args`` in ``argument_utils`` and ``arguments``: checks the flags before any
+  model is built, and puts the settings on the config as ``config.moe_lrm``.
+- ``core_transformer_config_from_yaml`` in ``yaml_arguments``: refuses a run that asks for the plugin beside
+  ``--yaml-cfg``, which drops every flag.
+- ``get_moe_module_spec_for_backend`` in ``moe_module_specs`` and ``gpt_layer_specs``: its spec builds our
+  layer when the config says so, Megatron's otherwise.
+
+What is replaced when the first config asks for the plugin:
+
+- ``MoEMetricsTracker.report``: adds our scalars to its line.
+- ``MoELayer.__init__``: refuses a layer that is not ours, so that no spec made elsewhere trains it in full.
+"""
+
+import importlib
+import logging
+import os
+import sys
+from argparse import Namespace
+from functools import partial, wraps
+from operator import attrgetter
+from typing import Any
+
+from megatron_lrmoe.config import LrmConfig
+
+logger = logging.getLogger(__name__)
+
+_CONFIG = "core_transformer_config_from_args"
+_YAML = "core_transformer_config_from_yaml"
+_SPEC = "get_moe_module_spec_for_backend"
+
+PATCHED = (
+    ("megatron.training.arguments", "add_megatron_arguments"),
+    ("megatron.training.argument_utils", _CONFIG),
+    ("megatron.training.arguments", _CONFIG),
+    ("megatron.training.yaml_arguments", _YAML),
+    ("megatron.core.models.gpt.moe_module_specs", _SPEC),
+    ("megatron.core.models.gpt.gpt_layer_specs", _SPEC),
+)
+"""(module, name) of every function that is replaced at once."""
+
+NEEDED = (
+    ("megatron.training.global_vars", "get_args"),
+    ("megatron.core.transformer.moe.moe_logging", "MoEMetricsTracker.report"),
+    ("megatron.core.transformer.moe.moe_utils", "get_default_pg_collection"),
+    ("megatron.core.transformer.moe.moe_layer", "MoELayer.preprocess"),
+    ("megatron.core.transformer.moe.experts", "SequentialMLP.forward"),
+    ("megatron.core.transformer.moe.experts", "TEGroupedMLP.forward"),
+    ("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu"),
+    *(
+        ("megatron.core.transformer.moe.token_dispatcher", f"MoEAlltoAllTokenDispatcher.{method}")
+        for method in (
+            "preprocess",
+            "_maybe_dtoh_and_synchronize",
+            "dispatch_preprocess",
+            "token_dispatch",
+            "dispatch_postprocess",
+            "combine_preprocess",
+            "token_combine",
+            "combine_postprocess",
+        )
+    ),
+)
+"""(module, name) of what our classes call or override: an override of what is gone would never run."""
+
+_active = False
+
+
+def install() -> None:
+    """Replace the functions in PATCHED. A second call does nothing.
+
+    Raises:
+        ImportError: something is not where this version of Megatron should have it.
+        RuntimeError: another module holds one of the old functions already, so the plugin would be bypassed.
+    """
+    for place in NEEDED:
+        _find(*place)
+    originals = {place: _find(*place) for place in PATCHED}
+    originals = {place: f for place, f in originals.items() if not hasattr(f, "_megatron_lrmoe")}
+    _refuse_stale_bindings(originals)
+    wrap = {
+        "add_megatron_arguments": _with_flags,
+        _CONFIG: _with_settings,
+        _YAML: _without_yaml,
+        _SPEC: _with_layer,
+    }
+    for (module, name), original in originals.items():
+        replacement = wrap[name](original)
+        replacement._megatron_lrmoe = True
+        setattr(sys.modules[module], name, replacement)
+
+
+def _find(module: str, name: str) -> Any:
+    try:
+        return attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"megatron_lrmoe needs {module}.{name}, which Megatron {_version()} does not have: {error}"
+        ) from error
+
+
+def _version() -> str:
+    try:
+        return str(importlib.import_module("megatron.core.package_info").__version__)
+    except (ImportError, AttributeError):
+        return "(version unknown)"
+
+
+def _refuse_stale_bindings(originals: dict[tuple[str, str], Any]) -> None:
+    """Modules that took an old function by name before us would go on calling it."""
+    ours = {module for module, _ in originals}
+    old = {id(original) for original in originals.values()}
+    stale = {
+        f"{module_name}.{attribute}"
+        for module_name, module in list(sys.modules.items())
+        if module_name not in ours
+        for attribute, value in list(getattr(module, "__dict__", {}).items())
+        if id(value) in old
+    }
+    if stale:
+        raise RuntimeError(
+            "megatron_lrmoe.megatron_adaptor was imported too late: import it right after torch. "
+            f"These names hold Megatron's own functions already: {', '.join(sorted(stale))}"
+        )
+
+
+def _with_flags(stock: Any) -> Any:
+    @wraps(stock)
+    def add_megatron_arguments(parser: Any) -> Any:
+        from megatron_lrmoe.mcore.arguments import add_flags
+
+        return add_flags(stock(parser))
+
+    return add_megatron_arguments
+
+
+def _with_settings(stock: Any) -> Any:
+    # Megatron's get_batch calls this at every step, so it stays cheap and says nothing twice.
+    @wraps(stock)
+    def core_transformer_config_from_args(args: Namespace, config_class: Any = None) -> Any:
+        from megatron_lrmoe.mcore.arguments import config_from_args
+
+        settings = config_from_args(args)
+        config = stock(args, config_class)
+        if settings.enabled:
+            config.moe_lrm = settings
+            _activate(settings)
+        return config
+
+    return core_transformer_config_from_args
+
+
+def _without_yaml(stock: Any) -> Any:
+    @wraps(stock)
+    def core_transformer_config_from_yaml(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+        from megatron_lrmoe.mcore.arguments import refuse_yaml
+
+        refuse_yaml(args, sys.argv[1:])
+        return stock(args, *rest, **kwargs)
+
+    return core_transformer_config_from_yaml
+
+
+def _with_layer(stock: Any) -> Any:
+    @wraps(stock)
+    def get_moe_module_spec_for_backend(*args: Any, **kwargs: Any) -> Any:
+        spec = stock(*args, **kwargs)
+        return partial(build_moe_layer, spec.func, *spec.args, **spec.keywords)
+
+    return get_moe_module_spec_for_backend
+
+
+def build_moe_layer(stock_layer: Any, *args: Any, config: Any, **kwargs: Any) -> Any:
+    """Build our layer if ``config.moe_lrm`` asks for it, else ``stock_layer``.
+
+    Raises:
+        RuntimeError: another plugin has put a layer of its own where Megatron's is expected.
+    """
+    if not isinstance(getattr(config, "moe_lrm", None), LrmConfig):
+        return stock_layer(*args, config=config, **kwargs)
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from megatron_lrmoe.mcore.layer import LRMoELayer
+
+    if stock_layer is not MoELayer:
+        raise RuntimeError(f"--moe-lrm-retention: found MoE layers of {stock_layer}, allowed is {MoELayer}")
+    return LRMoELayer(config, *args, **kwargs)
+
+
+def _activate(settings: LrmConfig) -> None:
+    """What the first config that asks for the plugin sets in motion."""
+    global _active
+    if _active:
+        return
+    _active = True
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
+
+    from megatron_lrmoe.mcore.metrics import reporting
+
+    MoEMetricsTracker.report = reporting(MoEMetricsTracker.report, settings.log_detail)
+    MoELayer.__init__ = _refusing_others(MoELayer.__init__)
+    if os.environ.get("RANK", "0") == "0":
+        places = [f"{module}.{name}" for module, name in PATCHED]
+        for method in (MoEMetricsTracker.report, MoELayer.__init__):
+            places.append(f"{method.__module__}.{method.__qualname__}")
+        # A warning, because Megatron sets its own logging level only later.
+        logger.warning(
+            "dropping MoE backward work: %s; replaced in Megatron %s: %s",
+            settings,
+            _version(),
+            ", ".join(places),
+        )
+
+
+def _refusing_others(stock_init: Any) -> Any:
+    @wraps(stock_init)
+    def checked_init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        from megatron_lrmoe.mcore.layer import LRMoELayer
+
+        if isinstance(getattr(config, "moe_lrm", None), LrmConfig) and not isinstance(self, LRMoELayer):
+            raise RuntimeError(
+                f"--moe-lrm-retention: found a {type(self).__name__} that would run the full backward, allowed "
+                "are layers of GPT specs that were made after megatron_lrmoe.megatron_adaptor was imported"
+            )
+        stock_init(self, config, *args, **kwargs)
+
+    return checked_init

@@ -1,0 +1,177 @@
+"""What the plugin does not run with yet, by the name of Megatron's flag. Refused, never silently dense."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One setting of Megatron that the plugin refuses.
+
+    Args:
+        flag: as the user writes it.
+        dest: attribute of Megatron's namespace after ``validate_args``.
+        refused: whether a value is one that is refused.
+        allowed: what to use instead.
+        why: one clause.
+        counts_with: attribute without which this one has no effect.
+    """
+
+    flag: str
+    dest: str
+    refused: Callable[[Any], bool]
+    allowed: str
+    why: str
+    counts_with: str | None = None
+
+    def sentence(self, args: Namespace) -> str | None:
+        """Flag, what was found, what is allowed and why; None if nothing is refused.
+
+        Settings that this version of Megatron does not have count as not given.
+        """
+        value = getattr(args, self.dest, None)
+        if not self.refused(value) or (self.counts_with and not getattr(args, self.counts_with, None)):
+            return None
+        same_name = self.flag.removeprefix("--").replace("-", "_") == self.dest
+        found = repr(value) if same_name else f"{self.dest}={value!r}"
+        return f"{self.flag}: found {found}, allowed is {self.allowed}: {self.why}"
+
+
+def _more_than_one(value: Any) -> bool:
+    return value is not None and value > 1
+
+
+def _offloads_experts(modules: Any) -> bool:
+    return bool({"expert_fc1", "moe_act", "fused_group_mlp"} & set(modules or ()))
+
+
+def _without(flag: str, why: str) -> Refusal:
+    return Refusal(flag, flag.removeprefix("--").replace("-", "_"), bool, "without it", why)
+
+
+REFUSALS = (
+    Refusal(
+        "--num-experts",
+        "num_experts",
+        lambda v: not v,
+        "an MoE model",
+        "there is no routed pair in a dense model",
+    ),
+    Refusal(
+        "--moe-token-dispatcher-type",
+        "moe_token_dispatcher_type",
+        lambda v: v != "alltoall",
+        "alltoall (Megatron's default is allgather, so add --moe-token-dispatcher-type alltoall)",
+        "the other dispatchers' backward is not compacted yet",
+    ),
+    Refusal(
+        "--expert-tensor-parallel-size",
+        "expert_tensor_parallel_size",
+        _more_than_one,
+        "1 (not given, it is the tensor-parallel size)",
+        "a score needs the whole fc2 input row, which expert tensor parallelism splits",
+    ),
+    Refusal(
+        "--expert-tensor-parallel-num-weight-shards",
+        "expert_gtp_weight_remat_size",
+        _more_than_one,
+        "the expert-tensor-parallel size",
+        "expert weights are read outside their modules, which gather the shards",
+    ),
+    Refusal(
+        "--hybrid-layer-pattern",
+        "hybrid_layer_pattern",
+        bool,
+        "a GPT model",
+        "hybrid layer specs are made before the plugin can change them",
+    ),
+    _without("--heterogeneous-layers-config-path", "heterogeneous layers have no experts"),
+    _without("--heterogeneous-layers-config-encoded-json", "heterogeneous layers have no experts"),
+    Refusal(
+        "--transformer-impl",
+        "transformer_impl",
+        lambda v: v == "inference_optimized",
+        "transformer_engine or local",
+        "there is no backward in inference",
+    ),
+    Refusal(
+        "--disable-bias-linear",
+        "add_bias_linear",
+        bool,
+        "--disable-bias-linear given",
+        "experts with biases are not supported",
+    ),
+    Refusal(
+        "--fp8-format",
+        "fp8",
+        bool,
+        "without it",
+        "quantised GEMMs need padded groups, and kept groups are not padded",
+    ),
+    Refusal(
+        "--fp4-format",
+        "fp4",
+        bool,
+        "without it",
+        "quantised GEMMs need padded groups, and kept groups are not padded",
+    ),
+    _without("--te-precision-config-file", "expert GEMMs would not follow its precisions"),
+    _without("--kitchen-config-file", "expert GEMMs would not follow its precisions"),
+    Refusal(
+        "--kitchen-recipe-number",
+        "kitchen_recipe_number",
+        lambda v: v is not None,
+        "without it",
+        "expert GEMMs would not follow its precisions",
+    ),
+    _without("--use-transformer-engine-op-fuser", "the fused expert MLP is one opaque operation"),
+    _without("--moe-use-grouped-tensor", "row counts must be on the host"),
+    _without("--use-te-activation-func", "its backward is TE's own"),
+    _without("--overlap-moe-expert-parallel-comm", "its schedule detaches tensors between the layer's steps"),
+    _without("--delay-wgrad-compute", "weight gradients are not postponed"),
+    _without("--overlap-dispatch-backward-with-experts-wgrad", "weight gradients are not postponed"),
+    Refusal(
+        "--cuda-graph-impl",
+        "cuda_graph_impl",
+        lambda v: v not in (None, "none"),
+        "none",
+        "row counts change from step to step",
+    ),
+    _without("--moe-pad-expert-input-to-capacity", "padding rows are no pairs"),
+    _without("--moe-router-padding-for-quantization", "padding rows are no pairs"),
+    _without("--moe-router-padding-for-fp8", "padding rows are no pairs"),
+    Refusal(
+        "--moe-expert-rank-capacity-factor",
+        "moe_expert_rank_capacity_factor",
+        lambda v: v is not None,
+        "without it",
+        "row counts must be those that were routed",
+    ),
+    _without("--moe-shared-expert-overlap", "shared experts cannot yet run inside the dispatcher's steps"),
+    _without("--moe-apply-probs-on-input", "the score expects the combine weight inside the fc2 input"),
+    _without("--moe-latent-size", "latent experts are not tested yet"),
+    _without("--moe-single-grouped-weight", "one weight per expert is expected"),
+    _without("--moe-mlp-glu-interleave-size", "gate and linear halves are expected side by side"),
+    _without("--moe-paged-stash", "saved rows are gathered in backward"),
+    _without("--use-megatron-fsdp", "expert weights are read outside their modules"),
+    _without("--use-torch-fsdp2", "expert weights are read outside their modules"),
+    Refusal(
+        "--offload-modules",
+        "offload_modules",
+        _offloads_experts,
+        "modules other than expert_fc1, moe_act and fused_group_mlp",
+        "saved rows are gathered in backward",
+        counts_with="fine_grained_activation_offloading",
+    ),
+)
+
+
+def conflicts(args: Namespace) -> list[str]:
+    """One sentence for each flag of Megatron that does not go with the plugin.
+
+    Args:
+        args: Megatron's namespace, validated.
+    """
+    return [sentence for refusal in REFUSALS if (sentence := refusal.sentence(args)) is not None]

@@ -1,0 +1,1 @@
+"""Tests of megatron_lrmoe, and the case generators that ``benchmarks/`` shares with them."""
