@@ -1,0 +1,135 @@
+"""The expert MLP as one autograd Function: full forward, backward over the kept rows only."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_lrmoe.compute.activation import Activation
+from megatron_lrmoe.compute.flow import PairFlow, phantom
+from megatron_lrmoe.compute.grouped import Backend, rows_times_weights, weight_grads
+from megatron_lrmoe.recalibration.score import row_norm_sq
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of this rank's experts, read live from their parameters.
+
+    Args:
+        fc1: one (G, D) parameter per expert.
+        fc2: one (D, F) parameter per expert.
+        fuse_into_main_grad: add weight gradients to ``weight.main_grad`` where DDP has given the weight one
+            (Megatron's gradient accumulation fusion) instead of handing them to autograd.
+    """
+
+    fc1: Sequence[torch.nn.Parameter]
+    fc2: Sequence[torch.nn.Parameter]
+    fuse_into_main_grad: bool = False
+
+
+def expert_mlp(
+    x_ND: torch.Tensor,
+    alpha_N: torch.Tensor,
+    weights: ExpertWeights,
+    activation: Activation,
+    flow: PairFlow,
+    backend: Backend,
+) -> torch.Tensor:
+    """Run this rank's experts on every row, and later their backward on the rows that ``flow`` has kept.
+
+    ``y = (alpha * act(x @ fc1^T)) @ fc2^T`` per expert: alpha is applied where Megatron applies it, before fc2.
+
+    Args:
+        x_ND: (N, D) rows in expert order; N may be 0, and the result still descends from it, so that the other
+            ranks' collectives find this rank in backward.
+        alpha_N: (N,) combine weights, usually fp32.
+        weights: see ExpertWeights.
+        activation: what lies between fc1 and fc2.
+        flow: of this forward call; it is told the row norms of fc2's input, and in backward gives the kept
+            gradient rows and takes their dx and dalpha.
+        backend: of the grouped GEMMs.
+
+    Returns:
+        (N, D) in x's dtype.
+    """
+    args = (weights, activation, flow, backend)
+    return _ExpertMLP.apply(args, x_ND, alpha_N, *weights.fc1, *weights.fc2)
+
+
+class _ExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, args: tuple, x_ND: torch.Tensor, alpha_N: torch.Tensor, *_: torch.Tensor):
+        weights, activation, flow, backend = args
+        counts = flow.counts_e
+        y_ND = x_ND.new_empty(x_ND.shape[0], weights.fc2[0].shape[0])
+        z_NG = x_ND.new_empty(x_ND.shape[0], weights.fc1[0].shape[0])
+        norms = []
+        for some in _expert_slices(counts, backend):
+            rows = slice(sum(counts[: some.start]), sum(counts[: some.stop]))
+            x, z, alpha = x_ND[rows], z_NG[rows], alpha_N[rows]
+            rows_times_weights(x, weights.fc1[some], counts[some], backend, transpose=True, out=z)
+            phi = activation(z)
+            a = (phi * alpha.unsqueeze(-1)).to(phi.dtype)
+            norms.append(row_norm_sq(a))
+            rows_times_weights(a, weights.fc2[some], counts[some], backend, transpose=True, out=y_ND[rows])
+        flow.attach_experts(torch.cat(norms))
+        ctx.args = args
+        ctx.save_for_backward(x_ND, z_NG, alpha_N)
+        return y_ND
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor):  # the incoming gradient is the phantom; the rows are on the flow
+        weights, activation, flow, backend = ctx.args
+        x_ND, z_NG, alpha_N = ctx.saved_tensors
+        kept, g_MD = flow.take_kept_gradient()
+        wants_dx, wants_dalpha, *wants_dw = ctx.needs_input_grad[1:]
+        dx_MD = torch.empty_like(g_MD) if wants_dx else None
+        dalpha_M = alpha_N.new_empty(g_MD.shape[0])
+        dw1: list[torch.Tensor | None] = []
+        dw2: list[torch.Tensor | None] = []
+        for some in _expert_slices(kept.counts_e, backend):
+            counts = kept.counts_e[some]
+            part = slice(sum(kept.counts_e[: some.start]), sum(kept.counts_e[: some.stop]))
+            rows, g = kept.rows_M[part], g_MD[part]
+            da = rows_times_weights(g, weights.fc2[some], counts, backend, transpose=False)
+            # index_select, not [rows]: advanced indexing takes twice as long to gather whole rows on a CPU.
+            z, alpha = z_NG.index_select(0, rows), alpha_N.index_select(0, rows)
+            a, dz, dalpha_M[part] = activation.backward(z, alpha, da)
+            if any(wants_dw):
+                x = x_ND.index_select(0, rows)
+                dw2 += _deliver(weights, weights.fc2[some], weight_grads(g, a, counts, backend))
+                dw1 += _deliver(weights, weights.fc1[some], weight_grads(dz, x, counts, backend))
+            if dx_MD is not None:
+                rows_times_weights(dz, weights.fc1[some], counts, backend, transpose=False, out=dx_MD[part])
+        flow.give_row_gradients(dx_MD, dalpha_M)
+        grads = [g if w else None for g, w in zip(dw1 + dw2, wants_dw, strict=True)] if any(wants_dw) else []
+        grads = grads or [None] * len(wants_dw)
+        dx = phantom(x_ND.shape, x_ND.dtype, x_ND.device) if wants_dx else None
+        dalpha = phantom(alpha_N.shape, alpha_N.dtype, alpha_N.device) if wants_dalpha else None
+        return None, dx, dalpha, *grads
+
+
+def _expert_slices(counts: Sequence[int], backend: Backend) -> list[slice]:
+    """Experts to process at once: one by one in the loop back end, where an expert's rows then stay in cache."""
+    return [slice(i, i + 1) for i in range(len(counts))] if backend == "loop" else [slice(0, len(counts))]
+
+
+def _deliver(
+    weights: ExpertWeights, params: Sequence[torch.nn.Parameter], grads: list[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Weight gradients as autograd wants them; with fusion they go to main_grad and a stand-in is returned.
+
+    Megatron's DDP hook asserts that ``param.grad`` is set (distributed_data_parallel.py:481-490) and leaves
+    main_grad alone when ``grad_added_to_main_grad`` is true, so the stand-in's values are never read.
+    """
+    delivered: list[torch.Tensor | None] = []
+    for param, grad in zip(params, grads, strict=True):
+        main_grad = getattr(param, "main_grad", None)
+        if weights.fuse_into_main_grad and main_grad is not None:
+            main_grad.add_(grad)
+            param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            delivered.append(torch.empty_like(param))
+        else:
+            delivered.append(grad)
+    return delivered

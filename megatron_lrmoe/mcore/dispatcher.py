@@ -1,0 +1,96 @@
+"""Megatron's all-to-all dispatcher with a backward that moves kept rows only."""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from megatron_lrmoe.compute.flow import PairFlow, Stage
+from megatron_lrmoe.mcore.call import LayerCall
+
+
+class LRMAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """Every forward step is Megatron's own; while a call is open, its gradient is left to the PairFlow.
+
+    An instance of Megatron's class becomes one by ``__class__`` assignment (see LRMoELayer), so there is no
+    ``__init__``; outside a call every method is the parent's.
+    """
+
+    call: LayerCall | None = None
+
+    def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
+        """Count loads as Megatron does; in a call also gather every source's loads of every expert."""
+        tokens_per_expert = super().preprocess(routing_map)
+        if self.call is not None:
+            self.call.gather_loads(routing_map, self.ep_group)
+        return tokens_per_expert
+
+    def _maybe_dtoh_and_synchronize(
+        self, point: str, tokens_per_expert: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        # The loads ride on the copy stream that Megatron waits for at its own sync point, so knowing them on the
+        # host costs no further wait.
+        if self.call is not None and point == self.cuda_dtoh_point:
+            with torch.cuda.stream(self.cuda_dtoh_stream):
+                self.call.copy_loads_to_host()
+        return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
+
+    def dispatch_preprocess(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor):
+        """Permute the (T, D) tokens and (T, E) probabilities into wire order."""
+        if self.call is None:
+            return super().dispatch_preprocess(hidden_states, routing_map, probs)
+        permute = super().dispatch_preprocess
+        shape = hidden_states.shape
+        return Stage.apply(
+            lambda x_TD, probs_TE: permute(x_TD.view(shape), routing_map, probs_TE),
+            self.call.flow.permute_backward,
+            hidden_states.view(-1, shape[-1]),
+            probs,
+        )
+
+    def token_dispatch(self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor):
+        """Send rows to the owners of their experts."""
+        return self._stage(
+            super().token_dispatch, PairFlow.dispatch_backward, permutated_local_input_tokens, permuted_probs
+        )
+
+    def dispatch_postprocess(self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor):
+        """Sort the received rows by expert, and fix this call's quotas: its loads are on the host now."""
+        if self.call is None:
+            return super().dispatch_postprocess(global_input_tokens, global_probs)
+        sort = super().dispatch_postprocess
+        counts: list[torch.Tensor] = []
+
+        def run(x_ND: torch.Tensor, alpha_N: torch.Tensor) -> tuple[Any, Any]:
+            sorted_ND, tokens_per_expert, sorted_N = sort(x_ND, alpha_N)
+            counts.append(tokens_per_expert)
+            return sorted_ND, sorted_N
+
+        back = self.call.flow.sort_backward
+        x_ND, alpha_N = Stage.apply(run, back, global_input_tokens, global_probs)
+        self.call.settle(self.routing_map)
+        return x_ND, counts[0], alpha_N
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Bring the experts' output rows from expert to wire order."""
+        if self.call is not None:
+            self.call.flow.share_norms()
+        return self._stage(super().combine_preprocess, PairFlow.unsort_backward, hidden_states)
+
+    def token_combine(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Send output rows back to their sources."""
+        combine = super().token_combine
+        return self._stage(lambda y: combine(y, *args, **kwargs), PairFlow.combine_backward, hidden_states)
+
+    def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
+        """Sum each token's rows; in backward this is where the gradient arrives and pairs are chosen."""
+        output = self._stage(
+            super().combine_postprocess, PairFlow.unpermute_backward, permutated_local_input_tokens
+        )
+        self.call = None
+        return output
+
+    def _stage(self, run: Any, back: Any, *tensors: torch.Tensor) -> Any:
+        if self.call is None:
+            return run(*tensors)
+        return Stage.apply(run, back.__get__(self.call.flow), *tensors)

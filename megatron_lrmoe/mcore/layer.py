@@ -1,0 +1,101 @@
+"""MoELayer whose backward keeps only the most valuable pairs."""
+
+from typing import cast
+
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from megatron_lrmoe.config import LrmConfig
+from megatron_lrmoe.mcore import clock
+from megatron_lrmoe.mcore.call import LayerCall
+from megatron_lrmoe.mcore.dispatcher import LRMAlltoAllTokenDispatcher
+from megatron_lrmoe.mcore.experts import LRMSequentialMLP, LRMTEGroupedMLP
+from megatron_lrmoe.pairs import DrawKey
+from megatron_lrmoe.recalibration.schedule import retention_at
+
+# Most derived first: Megatron's inference-only subclass of TEGroupedMLP is not in it and is refused.
+_OURS = {
+    MoEAlltoAllTokenDispatcher: LRMAlltoAllTokenDispatcher,
+    SequentialMLP: LRMSequentialMLP,
+    TEGroupedMLP: LRMTEGroupedMLP,
+}
+
+
+class LRMoELayer(MoELayer):
+    """Megatron's MoE layer; its dispatcher and experts are ours, and a call is opened when backward work is dropped.
+
+    In evaluation, without gradients, before the start iteration and on layers that are not chosen, every step is the
+    parent's own.
+    """
+
+    always_compact = False
+    """Take the compacted path at retention 1.0 too. Tests use it to compare that path with Megatron's gradients."""
+
+    def __init__(self, config, submodules=None, layer_number=None, pg_collection=None, **kwargs):
+        groups = pg_collection if pg_collection is not None else get_default_pg_collection()
+        super().__init__(config, submodules, layer_number, groups, **kwargs)
+        settings = getattr(config, "moe_lrm", None)
+        if not isinstance(settings, LrmConfig):
+            raise RuntimeError("LRMoELayer needs config.moe_lrm; build the config with the plugin's adaptor")
+        self.lrm_config = settings
+        # Groups that average their gradients draw differently: their errors then average out too.
+        self._data_parallel_index = torch.distributed.get_rank(groups.expt_dp)
+        self._iteration, self._microbatch = -1, 0
+        _become_ours(self.token_dispatcher)
+        _become_ours(self.experts)
+        self._our_experts.gemm = settings.gemm
+
+    def preprocess(self, hidden_states, probs, routing_map):
+        """Open a call if backward work is to be dropped, then permute as Megatron does."""
+        call = self._open_call()
+        self._our_dispatcher.call = call
+        self._our_experts.flow = call.flow if call is not None else None
+        return super().preprocess(hidden_states, probs, routing_map)
+
+    @property
+    def _our_dispatcher(self) -> LRMAlltoAllTokenDispatcher:
+        return cast(LRMAlltoAllTokenDispatcher, self.token_dispatcher)
+
+    @property
+    def _our_experts(self) -> LRMSequentialMLP | LRMTEGroupedMLP:
+        return cast(LRMSequentialMLP, self.experts)
+
+    @property
+    def number_in_model(self) -> int:
+        """Layer number from 1; layers of multi-token prediction count on after the decoder's (router.py:591-594)."""
+        after = self.config.num_layers if self.is_mtp_layer else 0
+        return after + (self.layer_number or 0)
+
+    def _open_call(self) -> LayerCall | None:
+        # Recompute runs a forward without gradients first and repeats it with them in backward. Only the second has
+        # a backward of its own, so only it opens a call, counts as a microbatch and records metrics.
+        if not (self.training and torch.is_grad_enabled()):
+            return None
+        iteration = clock.iteration()
+        if iteration != self._iteration:
+            self._iteration, self._microbatch = iteration, 0
+        layer = self.number_in_model
+        key = DrawKey(
+            seed=clock.seed(),
+            iteration=iteration,
+            microbatch=self._microbatch,
+            layer=layer,
+            data_parallel=self._data_parallel_index,
+        )
+        self._microbatch += 1
+        retention = retention_at(self.lrm_config, iteration)
+        if (retention == 1 or not self.lrm_config.covers_layer(layer)) and not self.always_compact:
+            return None
+        return LayerCall(self.lrm_config, key, retention, self.ep_group)
+
+
+def _become_ours(part) -> None:
+    """Give a dispatcher or expert layer of Megatron our class; what it holds stays as it was built."""
+    ours = _OURS.get(type(part))
+    if ours is None:
+        names = [cls.__name__ for cls in _OURS]
+        raise RuntimeError(f"--moe-lrm-retention: found a {type(part).__name__}, allowed are {names}")
+    part.__class__ = ours

@@ -1,0 +1,176 @@
+"""Megatron's own training loop with the plugin: nothing without the flag, and what the flags promise with it."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import training
+from tests.gloo import Pool
+from tests.integration.launch import tiny_args
+from tests.training import TrainingRun
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+OURS = ["LRMoELayer", "LRMAlltoAllTokenDispatcher", "LRMSequentialMLP"]
+MEGATRONS = ["MoELayer", "MoEAlltoAllTokenDispatcher", "SequentialMLP"]
+
+
+@pytest.fixture(scope="module")
+def stock2() -> Iterator[Pool]:
+    """Two ranks in which the adaptor is never imported."""
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("training")
+
+
+def train(pool: Pool, folder: Path, plugin: bool = True, **flags: Any) -> list[TrainingRun]:
+    usual = {"expert_model_parallel_size": 2, "eval_iters": 0, "lr_decay_iters": 100}
+    args = tiny_args(folder, **{**usual, **flags})
+    return pool(training.run, args, plugin, limit_s=120)
+
+
+def equal(one: list[TrainingRun], other: list[TrainingRun]) -> bool:
+    """Whether all ranks ended with the same bits."""
+    return all(
+        a.weights == b.weights
+        and len(a.losses) == len(b.losses)
+        and all(torch.equal(x, y) for x, y in zip(a.losses, b.losses, strict=True))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("expert_parallel", [1, 2])
+def test_off_is_off(stock2, gloo2, folder, expert_parallel):
+    flags = {"train_iters": 20, "expert_model_parallel_size": expert_parallel}
+    stock = train(stock2, folder, plugin=False, **flags)
+    assert len(stock[0].losses) == 20
+
+    for absent in ({}, {"moe_lrm_retention": 1.0}):
+        run = train(gloo2, folder, **flags, **absent)
+        assert run[0].classes == MEGATRONS
+        assert equal(run, stock)
+    waiting = train(gloo2, folder, **flags, moe_lrm_retention=0.5, moe_lrm_start_iter=20)
+    assert waiting[0].classes == OURS
+    assert equal(waiting, stock)
+
+    started = train(gloo2, folder, **flags, moe_lrm_retention=0.5, moe_lrm_start_iter=19)
+    assert torch.equal(torch.stack(started[0].losses), torch.stack(stock[0].losses))
+    assert not equal(started, stock)
+
+
+def kept_shares(run: TrainingRun) -> list[float | None]:
+    found = [re.search(r"moe-lrm/kept_share: ([0-9.]+)", line) for line in run.console]
+    return [float(match[1]) if match else None for match in found]
+
+
+def test_retention_falls_from_start_along_the_ramp(gloo2, folder):
+    run = train(gloo2, folder, train_iters=6, moe_lrm_retention=0.4, moe_lrm_start_iter=1, moe_lrm_ramp_iters=3)
+    shares = kept_shares(run[0])
+    # Floors take up to one row per expert and microbatch off the share: 8 experts of 256 pairs a layer.
+    assert shares[0] is None
+    assert shares[1:] == pytest.approx([0.8, 0.6, 0.4, 0.4, 0.4], abs=8 / 256)
+    assert all(share <= retention for share, retention in zip(shares[1:], [0.8, 0.6, 0.4, 0.4, 0.4], strict=True))
+
+
+def test_only_chosen_layers_drop(gloo2, folder):
+    run = train(gloo2, folder, train_iters=1, moe_lrm_retention=0.5, moe_lrm_layers="2", moe_lrm_log_detail=True)
+    every = train(gloo2, folder, train_iters=1, moe_lrm_retention=0.5)
+    assert kept_shares(run[0])[0] == pytest.approx(0.5, abs=8 / 256)
+    changed = {name for name in run[0].weights if run[0].weights[name] != every[0].weights[name]}
+    assert changed
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"moe_lrm_selection": "topk"},
+        {"moe_lrm_scope": "source"},
+        {"moe_lrm_score": "random", "moe_lrm_min_rows": 8, "moe_lrm_max_weight": 4},
+        {"moe_lrm_gemm": "grouped"},
+        {"bf16": True, "moe_lrm_gemm": "grouped"},
+        {"moe_shared_expert_intermediate_size": 32},
+        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 1},
+    ],
+    ids=lambda flags: " ".join(f"{k}={v}" for k, v in flags.items()),
+)
+def test_a_run_trains_and_is_reproducible(gloo2, folder, flags):
+    first, second = (train(gloo2, folder, train_iters=4, moe_lrm_retention=0.5, **flags) for _ in range(2))
+    assert equal(first, second)
+    assert first[0].losses[-1] < first[0].losses[0]
+    assert kept_shares(first[0])[-1] == pytest.approx(0.5, abs=8 / 128)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    ],
+    ids=["full", "selective moe"],
+)
+def test_recompute_changes_no_bit(gloo2, folder, flags):
+    usual = train(gloo2, folder, train_iters=4, moe_lrm_retention=0.5)
+    assert equal(train(gloo2, folder, train_iters=4, moe_lrm_retention=0.5, **flags), usual)
+
+
+def test_distributed_optimizer_with_overlap_changes_no_loss(gloo2, folder):
+    flags = {"train_iters": 4, "moe_lrm_retention": 0.5, "expert_model_parallel_size": 1}
+    usual = train(gloo2, folder, **flags)
+    sharded = train(
+        gloo2,
+        folder,
+        **flags,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+    )
+    torch.testing.assert_close(sharded[0].losses, usual[0].losses, rtol=1e-6, atol=0)
+
+
+def test_resume_and_checkpoints_both_ways(stock2, gloo2, folder, tmp_path):
+    lrm = {"moe_lrm_retention": 0.5}
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    whole = train(gloo2, folder, train_iters=8, **lrm, save=ours, save_interval=5)
+    resumed = train(gloo2, folder, train_iters=8, **lrm, load=ours, ckpt_step=5)
+    assert len(resumed[0].losses) == 3
+    assert [r.weights for r in resumed] == [r.weights for r in whole]
+    assert all(torch.equal(a, b) for a, b in zip(resumed[0].losses, whole[0].losses[5:], strict=True))
+
+    # The first loss after loading is that of the loaded weights, whoever loads them.
+    in_stock = train(stock2, folder, plugin=False, train_iters=8, load=ours, ckpt_step=5)
+    assert torch.equal(in_stock[0].losses[0], whole[0].losses[5])
+    saved_by_stock = train(stock2, folder, plugin=False, train_iters=8, save=theirs, save_interval=5)
+    in_ours = train(gloo2, folder, train_iters=8, **lrm, load=theirs, ckpt_step=5)
+    assert torch.equal(in_ours[0].losses[0], saved_by_stock[0].losses[5])
+
+
+def test_bad_flags_are_listed_at_once_before_a_model_exists(gloo2, folder):
+    messages = gloo2(
+        refused,
+        tiny_args(
+            folder,
+            moe_lrm_retention=0.5,
+            moe_lrm_max_weight=0.5,
+            moe_lrm_layers="3",
+            moe_token_dispatcher_type="allgather",
+            expert_model_parallel_size=2,
+        ),
+    )
+    for message in messages:
+        for flag in ("--moe-lrm-max-weight", "--moe-lrm-layers", "--moe-token-dispatcher-type"):
+            assert flag in message
+
+
+def refused(flags: list[str]) -> str:
+    with pytest.raises(ValueError) as caught:
+        training.run(flags)
+    return str(caught.value)
