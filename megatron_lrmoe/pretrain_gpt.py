@@ -33,7 +33,9 @@ def main() -> None:
         sys.argv[1:] = with_cpu_flags(sys.argv[1:])
     import megatron_lrmoe.megatron_adaptor  # noqa: F401
     from megatron_lrmoe.mcore.gpt_training import train
+    from megatron_lrmoe.mcore.probe import install_if_asked
 
+    install_if_asked()
     train()
 
 

@@ -25,7 +25,9 @@ def main(argv: list[str]) -> int:
     if activate_if_needed():
         args = with_cpu_flags(args)
     import megatron_lrmoe.megatron_adaptor  # noqa: F401
+    from megatron_lrmoe.mcore.probe import install_if_asked
 
+    install_if_asked()
     sys.argv = [script, *args]
     runpy.run_path(script, run_name="__main__")
     return 0

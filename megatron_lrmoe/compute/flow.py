@@ -236,9 +236,7 @@ class PairFlow:
         wire = _scattered(value_N, self.wire_of_N)
         return self._all_to_all(wire, self.received_splits, self.sent_splits)
 
-    def _all_to_all(
-        self, rows: torch.Tensor | None, send: Sequence[int], receive: Sequence[int]
-    ) -> torch.Tensor:
+    def _all_to_all(self, rows: torch.Tensor | None, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         rows = _taken(rows)
         if self.wire_of_N is None:
             return rows

@@ -47,9 +47,7 @@ def rows_times_weights(
     return y_MO
 
 
-def weight_grads(
-    g_MO: torch.Tensor, x_MI: torch.Tensor, counts: Sequence[int], backend: Backend
-) -> list[torch.Tensor]:
+def weight_grads(g_MO: torch.Tensor, x_MI: torch.Tensor, counts: Sequence[int], backend: Backend) -> list[torch.Tensor]:
     """Weight gradient of each expert: its rows of ``g`` transposed times its rows of ``x``.
 
     Args:

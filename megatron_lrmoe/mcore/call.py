@@ -38,10 +38,14 @@ class LayerCall:
         else:
             dist.all_gather_into_tensor(self.loads_SE.view(-1), load_E, group=group)
 
-    def copy_loads_to_host(self) -> None:
-        """Start the copy; Megatron's own sync point, before the experts, ends it."""
+    def copy_loads_to_host(self, record_stream: bool) -> None:
+        """Start the copy; Megatron's own sync point, before the experts, ends it.
+
+        Args:
+            record_stream: the copy runs on another stream than the one that wrote the loads.
+        """
         if self.loads_SE is not None:
-            self.loads_SE = token_dispatcher.maybe_move_tensor_to_cpu(self.loads_SE)
+            self.loads_SE = token_dispatcher.maybe_move_tensor_to_cpu(self.loads_SE, record_stream=record_stream)
 
     def settle(self, routing_map_TE: torch.Tensor) -> None:
         """Fix the quotas; everything about this call's backward but the choice itself is known from here on."""

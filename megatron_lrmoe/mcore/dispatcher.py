@@ -1,6 +1,6 @@
 """Megatron's all-to-all dispatcher with a backward that moves kept rows only."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -25,14 +25,15 @@ class LRMAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             self.call.gather_loads(routing_map, self.ep_group)
         return tokens_per_expert
 
-    def _maybe_dtoh_and_synchronize(
-        self, point: str, tokens_per_expert: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor:
         # The loads ride on the copy stream that Megatron waits for at its own sync point, so knowing them on the
-        # host costs no further wait.
+        # host costs no further wait. The stream must first wait for the all-gather that writes them.
         if self.call is not None and point == self.cuda_dtoh_point:
-            with torch.cuda.stream(self.cuda_dtoh_stream):
-                self.call.copy_loads_to_host()
+            current, copying = torch.cuda.current_stream(), cast(torch.cuda.Stream, self.cuda_dtoh_stream)
+            if current != copying:
+                copying.wait_stream(current)
+            with torch.cuda.stream(copying):
+                self.call.copy_loads_to_host(record_stream=current != copying)
         return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
 
     def dispatch_preprocess(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor):
@@ -84,9 +85,7 @@ class LRMAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         """Sum each token's rows; in backward this is where the gradient arrives and pairs are chosen."""
-        output = self._stage(
-            super().combine_postprocess, PairFlow.unpermute_backward, permutated_local_input_tokens
-        )
+        output = self._stage(super().combine_postprocess, PairFlow.unpermute_backward, permutated_local_input_tokens)
         self.call = None
         return output
 

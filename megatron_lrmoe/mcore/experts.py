@@ -47,8 +47,8 @@ class _LRMExperts(torch.nn.Module):
         """
         fc1, fc2 = self._linear_layers()
         for layer in [*fc1, *fc2]:
-            for hook in layer._forward_pre_hooks.values():
-                hook(layer, ())
+            for number, hook in layer._forward_pre_hooks.items():
+                hook(layer, (), *([{}] if number in layer._forward_pre_hooks_with_kwargs else []))
         return [w for layer in fc1 for w in _weights_of(layer)], [w for layer in fc2 for w in _weights_of(layer)]
 
     def _backend(self, x_ND: torch.Tensor) -> Backend:

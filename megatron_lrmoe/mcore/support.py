@@ -175,3 +175,9 @@ def conflicts(args: Namespace) -> list[str]:
         args: Megatron's namespace, validated.
     """
     return [sentence for refusal in REFUSALS if (sentence := refusal.sentence(args)) is not None]
+
+
+def refusals_table() -> str:
+    """What is refused, as a Markdown table; docs/support.md holds it, and a test compares the two."""
+    rows = [f"| `{r.flag}` | {r.allowed} | {r.why} |" for r in REFUSALS]
+    return "\n".join(["| flag | allowed | because |", "|---|---|---|", *rows])

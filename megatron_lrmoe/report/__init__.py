@@ -1,0 +1,1 @@
+"""What happened: training logs, comparisons, plots. No Megatron here."""
