@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.backward
 
-One process, one thread, EP1. All variants share weights and input and take turns within every round, so a slow moment of
-the machine hits them alike; medians of process CPU time are compared. The ratio is to ``stock``: Megatron's layer
-with the unfused activation.
+One process, one thread, EP1. All variants share weights and input and take turns within every round, so a slow
+moment of the machine hits them alike; medians of process CPU time are compared. The ratio is to ``stock``:
+Megatron's layer with the unfused activation.
 """
 
 import argparse

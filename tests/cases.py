@@ -30,8 +30,8 @@ class Routing:
         probs_TE: (T, E) fp32, positive on the chosen experts, where each row sums to 1; zero elsewhere.
     """
 
-    map_TE: torch.Tensor  # noqa: N815
-    probs_TE: torch.Tensor  # noqa: N815
+    map_TE: torch.Tensor
+    probs_TE: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,11 @@ def zipf(shape: Shape, generator: torch.Generator) -> torch.Tensor:
 
 
 WORKLOADS: dict[str, Callable[[Shape, torch.Generator], torch.Tensor]] = {
-    kind.__name__: kind
-    for kind in (balanced, hot_expert, hot_rank, empty_expert, empty_rank, one_token, ragged, zipf)
+    kind.__name__: kind for kind in (balanced, hot_expert, hot_rank, empty_expert, empty_rank, one_token, ragged, zipf)
 }
 
 
-def route(
-    workload: str, num_tokens: int, num_experts: int, top_k: int, ranks: int = 1, seed: int = 0
-) -> Routing:
+def route(workload: str, num_tokens: int, num_experts: int, top_k: int, ranks: int = 1, seed: int = 0) -> Routing:
     """A routing of the named kind of load; equal arguments give equal routings.
 
     Args:

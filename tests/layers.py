@@ -4,12 +4,14 @@ Functions that build or run a layer work inside the workers of ``tests.gloo``. M
 top: the CPU device has to be active first.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_lrmoe.recalibration.plan import KeepPlan
@@ -160,15 +162,45 @@ class FixedRouter(torch.nn.Module):
         return self.answer
 
 
+_groups: dict[int, dict[str, Any]] = {}
+
+
 def parallel(expert_parallel: int) -> None:
-    """Megatron's process groups for this expert-parallel size, made anew only when it changes."""
+    """Megatron's process groups for this expert-parallel size, made once per worker and size.
+
+    Megatron drops groups without ending them, and each keeps a dozen gloo threads: made anew for every other case they
+    are thousands before long, which no machine bears.
+    """
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
         if parallel_state.get_expert_model_parallel_world_size() == expert_parallel:
             return
         parallel_state.destroy_model_parallel()
+    if expert_parallel in _groups:
+        vars(parallel_state).update(_groups[expert_parallel])
+        return
     parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel)
+    _groups[expert_parallel] = {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if name.startswith("_") and not name.startswith("__") and not callable(value)
+    }
+
+
+def take_down_groups() -> None:
+    """End all of Megatron's process groups and their threads, which its own take-down leaves running."""
+    from megatron.core import parallel_state
+    from torch.distributed import distributed_c10d
+
+    parallel_state.destroy_model_parallel()
+    _groups.clear()
+    # A group that ends on one rank breaks off what another still does in it.
+    dist.barrier()
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 def at_iteration(iteration: int) -> None:

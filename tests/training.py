@@ -3,7 +3,6 @@
 What a run leaves in Megatron's globals is taken down before the next one.
 """
 
-import gc
 import hashlib
 import sys
 from collections.abc import Callable
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from tests import layers
 
 
 @dataclass(frozen=True)
@@ -119,5 +120,4 @@ def reset() -> None:
     rerun_state_machine.destroy_rerun_state_machine()
     moe_logging.destroy_moe_metrics_tracker()
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    gc.collect()
+        layers.take_down_groups()

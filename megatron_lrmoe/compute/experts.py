@@ -77,7 +77,7 @@ class _ExpertMLP(torch.autograd.Function):
         return y_ND
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor):  # the incoming gradient is the phantom; the rows are on the flow
+    def backward(ctx: Any, *phantoms: torch.Tensor):  # the rows are on the flow
         weights, activation, flow, backend = ctx.args
         x_ND, alpha_N, *z_parts = ctx.saved_tensors
         kept, g_MD = flow.take_kept_gradient()
@@ -88,7 +88,7 @@ class _ExpertMLP(torch.autograd.Function):
         dw2: list[torch.Tensor | None] = []
         all_slices = _expert_slices(flow.counts_e, backend)
         kept_slices = _expert_slices(kept.counts_e, backend)
-        for z_all, (_, _, rows), (some, counts, part) in zip(z_parts, all_slices, kept_slices, strict=True):
+        for z_all, (some, _, rows), (_, counts, part) in zip(z_parts, all_slices, kept_slices, strict=True):
             index, g = kept.rows_M[part], g_MD[part]
             da = rows_times_weights(g, weights.fc2[some], counts, backend, transpose=False)
             # index_select, not [index]: advanced indexing takes twice as long to gather whole rows on a CPU.

@@ -98,7 +98,7 @@ class PairFlow:
     def unpermute_backward(self, g_TD: torch.Tensor) -> tuple[None]:
         """Score, select and pack: g_TD becomes kept rows, in this source's wire order."""
         self._reset()
-        g_TD = g_TD.reshape(self.map_shape[0], -1)
+        g_TD = g_TD.reshape(self.map_shape[0], g_TD.shape[-1])
         self._select(g_TD)
         all_ones = self.plan.config.selection == "topk" or not self.experts_compact
         self.g_MD = pack_rows(g_TD, self._token_M, None if all_ones else _taken(self.sent).weight_M)

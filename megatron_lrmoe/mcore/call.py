@@ -29,7 +29,7 @@ class LayerCall:
         self.loads_SE: torch.Tensor | None = None
 
     def gather_loads(self, routing_map_TE: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """All-gather each source's (E,) loads: 8 E bytes a rank. Megatron gathers them too but keeps its own columns."""
+        """All-gather each source's (E,) loads, 8 E bytes a rank; Megatron gathers them too but keeps few columns."""
         load_E = routing_map_TE.sum(dim=0)
         ranks = group.size()
         self.loads_SE = load_E.new_empty(ranks, load_E.shape[0])

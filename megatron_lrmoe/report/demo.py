@@ -16,7 +16,7 @@ from megatron_lrmoe.report.training_log import failure_tail
 
 RANKS = 2
 SEED = 1234
-ITERATIONS = 150
+ITERATIONS = 120
 LEAST_ITERATIONS = 2 * WARM_UP
 CORPUS = "shakespeare"
 
@@ -30,7 +30,7 @@ MODEL_FLAGS = """
 """
 TRAINING_FLAGS = f"""
 --expert-model-parallel-size {RANKS} --micro-batch-size 4 --global-batch-size 8 --seed {SEED}
---lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 10
+--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 10
 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
 --split 95,5,0 --eval-iters 10 --log-interval 1
 --tokenizer-type NullTokenizer --vocab-size 257

@@ -13,8 +13,6 @@ from tests.integration.launch import SCRIPT_ENTRY, WHEEL_ENTRY, Run, RunError, k
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
-SAVED_AT = 4
-
 
 def stock_args(folder: Path, **overrides: object) -> list[str]:
     return tiny_args(folder, train_iters=5, expert_model_parallel_size=2, **overrides)
@@ -27,8 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel_run(folder: Path) -> Run:
-    saving = {"save": folder / "checkpoint", "save_interval": SAVED_AT, "ckpt_format": "torch_dist"}
-    return torchrun(2, WHEEL_ENTRY, stock_args(folder, **saving))
+    return torchrun(2, WHEEL_ENTRY, stock_args(folder))
 
 
 def test_loss_falls_and_validation_is_finite(wheel_run: Run) -> None:
@@ -43,16 +40,6 @@ def test_one_line_says_that_the_cpu_device_is_active_and_one_which_flags_it_adde
     assert wheel_run.stdout.count("flags added for the CPU device: --distributed-backend gloo") == 1
 
 
-def test_resumed_from_a_torch_dist_checkpoint_the_run_continues_as_if_never_stopped(
-    folder: Path, wheel_run: Run
-) -> None:
-    checkpoint = folder / "checkpoint"
-    (checkpoint / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))
-    resumed = torchrun(2, WHEEL_ENTRY, stock_args(folder, load=checkpoint, ckpt_format="torch_dist"))
-    assert resumed.losses == wheel_run.losses[SAVED_AT:]
-    assert resumed.validation_losses == wheel_run.validation_losses
-
-
 def test_a_checkouts_own_script_gives_the_same_losses(folder: Path, wheel_run: Run) -> None:
     checkout = os.environ.get("MEGATRON_PATH")
     if not checkout:
@@ -61,11 +48,6 @@ def test_a_checkouts_own_script_gives_the_same_losses(folder: Path, wheel_run: R
     run = torchrun(2, SCRIPT_ENTRY, [script, *stock_args(folder)])
     assert run.losses == wheel_run.losses
     assert run.validation_losses == wheel_run.validation_losses
-
-
-def test_bf16_trains_with_the_distributed_optimizer(folder: Path) -> None:
-    run = torchrun(1, WHEEL_ENTRY, tiny_args(folder, train_iters=3, bf16=True, use_distributed_optimizer=True))
-    assert len(run.losses) == 3 and run.losses[-1] < run.losses[0]
 
 
 def test_a_killed_run_leaves_no_worker_in_a_session_of_its_own() -> None:

@@ -42,17 +42,13 @@ def test_all_violations_come_in_one_error_with_flag_value_and_what_is_allowed() 
 
 @pytest.mark.parametrize("value", [0, 0.0, -0.0, -0.1, 1.0000001, math.nan, math.inf, -math.inf])
 def test_retention_out_of_range_is_refused_and_zero_is_not_unset(value: float) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^--moe-lrm-retention: found {value!r}, allowed is 0 < retention <= 1$"
-    ):
+    with pytest.raises(ValueError, match=rf"^--moe-lrm-retention: found {value!r}, allowed is 0 < retention <= 1$"):
         LrmConfig(retention=value)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.999, -1.0, math.nan, math.inf])
 def test_max_weight_out_of_range_is_refused(value: float) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^--moe-lrm-max-weight: found {value!r}, allowed is a number >= 1$"
-    ):
+    with pytest.raises(ValueError, match=rf"^--moe-lrm-max-weight: found {value!r}, allowed is a number >= 1$"):
         LrmConfig(max_weight=value)
 
 
@@ -84,9 +80,7 @@ def test_layers_are_read(text: str | None, chosen: set[int] | None) -> None:
     assert parse_layers(text) == chosen
 
 
-@pytest.mark.parametrize(
-    "text", ["", "0", "0-3", "5-2", "2-", "-3", "1,,2", "1,", "a", "1.5", "1-2-3", "all"]
-)
+@pytest.mark.parametrize("text", ["", "0", "0-3", "5-2", "2-", "-3", "1,,2", "1,", "a", "1.5", "1-2-3", "all"])
 def test_layers_that_are_no_rising_ranges_from_one_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^--moe-lrm-layers: found .*, allowed are "):
         LrmConfig(layers=text)

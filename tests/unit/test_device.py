@@ -86,14 +86,13 @@ def test_torch_answers_as_with_a_gpu_and_ordinary_cpu_tensors_still_work() -> No
     assert run.stdout.count("Megatron runs on the CPU device") == 1
 
 
-def test_only_rank_0_says_so() -> None:
+def test_other_ranks_than_0_say_nothing() -> None:
     code = """
     from megatron_lrmoe.device import cpu
     cpu._replace_in_megatron = lambda: None
     print(cpu.activate_if_needed())
     """
     assert run_python(code, RANK="1").stdout == "True\n"
-    assert "Megatron runs on the CPU device" in run_python(code, RANK="0").stdout
 
 
 def test_a_late_activation_is_refused() -> None:

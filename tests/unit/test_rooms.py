@@ -130,7 +130,5 @@ def test_the_walker_refuses_a_module_outside_the_rooms() -> None:
 def test_importing_the_package_loads_neither_torch_nor_megatron() -> None:
     code = f"import sys, {PACKAGE}; print(sorted({{'torch', 'megatron', 'numpy'}} & set(sys.modules)))"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
