@@ -4,14 +4,12 @@ Functions that build or run a layer work inside the workers of ``tests.gloo``. M
 top: the CPU device has to be active first.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_lrmoe.recalibration.plan import KeepPlan
@@ -186,21 +184,6 @@ def parallel(expert_parallel: int) -> None:
         for name, value in vars(parallel_state).items()
         if name.startswith("_") and not name.startswith("__") and not callable(value)
     }
-
-
-def take_down_groups() -> None:
-    """End all of Megatron's process groups and their threads, which its own take-down leaves running."""
-    from megatron.core import parallel_state
-    from torch.distributed import distributed_c10d
-
-    parallel_state.destroy_model_parallel()
-    _groups.clear()
-    # A group that ends on one rank breaks off what another still does in it.
-    dist.barrier()
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    gc.collect()
 
 
 def at_iteration(iteration: int) -> None:

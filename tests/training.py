@@ -35,7 +35,7 @@ def run(flags: list[str], plugin: bool = True) -> TrainingRun:
     """Train with Megatron's flags in this worker, with the adaptor imported or, in a fresh worker, without it."""
     from megatron_lrmoe.device import with_cpu_flags
 
-    reset()
+    reset(int(flags[flags.index("--expert-model-parallel-size") + 1]))
     if plugin:
         import megatron_lrmoe.megatron_adaptor  # noqa: F401
     elif "megatron_lrmoe.mcore.adaptor" in sys.modules:
@@ -106,9 +106,12 @@ def moe_classes(models: list[Any]) -> list[str]:
     return []
 
 
-def reset() -> None:
-    """Take down what an earlier run left in Megatron's globals; the process group stays."""
-    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+def reset(expert_parallel: int) -> None:
+    """Take down what an earlier run left in Megatron's globals.
+
+    Process groups of this expert-parallel size stay, or are made: Megatron uses those that it finds.
+    """
+    from megatron.core import num_microbatches_calculator, rerun_state_machine
     from megatron.core.transformer.moe import moe_logging
     from megatron.training import global_vars
 
@@ -119,5 +122,4 @@ def reset() -> None:
     num_microbatches_calculator.destroy_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
     moe_logging.destroy_moe_metrics_tracker()
-    if parallel_state.model_parallel_is_initialized():
-        layers.take_down_groups()
+    layers.parallel(expert_parallel)

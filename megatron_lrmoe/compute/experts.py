@@ -131,7 +131,7 @@ def _deliver(
     delivered: list[torch.Tensor | None] = []
     for param, grad in zip(params, grads, strict=True):
         main_grad = getattr(param, "main_grad", None)
-        if weights.fuse_into_main_grad and main_grad is not None:
+        if weights.fuse_into_main_grad and main_grad is not None and param.requires_grad:
             main_grad.add_(grad)
             param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
             delivered.append(torch.empty_like(param))
