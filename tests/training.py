@@ -112,7 +112,7 @@ def reset(expert_parallel: int) -> None:
     Process groups of this expert-parallel size stay, or are made: Megatron uses those that it finds.
     """
     from megatron.core import num_microbatches_calculator, rerun_state_machine
-    from megatron.core.transformer.moe import moe_logging
+    from megatron.core.transformer.moe import moe_logging, moe_utils
     from megatron.training import global_vars
 
     from megatron_lrmoe.mcore import clock
@@ -122,4 +122,5 @@ def reset(expert_parallel: int) -> None:
     num_microbatches_calculator.destroy_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
     moe_logging.destroy_moe_metrics_tracker()
+    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     layers.parallel(expert_parallel)
