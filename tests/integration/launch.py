@@ -93,7 +93,9 @@ def torchrun(nproc: int, entry: str, args: list[str], timeout: float = 300.0) ->
     """
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
     command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", entry, *args]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # As in an activated environment: a checkout compiles its index builder with the python3 that PATH names.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path}
     process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         stdout, _ = process.communicate(timeout=timeout)
