@@ -166,13 +166,12 @@ class PairFlow:
 
     def _select(self, g_TD: torch.Tensor) -> None:
         """Fix ``sent``, what this source keeps by owner, and ``kept``, what this owner keeps by expert."""
-        scope = self.plan.config.scope
         if not self.experts_compact:
             self._keep_everything(g_TD)
             return
         statistic = row_abs_sum if self.plan.config.score == "grad-abs" else row_norm_sq
         stat_P = statistic(g_TD)[self.token_P]
-        if scope == "source":
+        if self.plan.config.scope == "source":
             self._select_on_source(stat_P)
         else:
             self._select_on_owner(stat_P)

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
 from megatron_lrmoe.compute.activation import Activation
@@ -87,7 +86,7 @@ def _weights_of(layer: Any) -> list[torch.nn.Parameter]:
 
 def _activation_of(config) -> Activation:
     return Activation(
-        function=F.silu if config.activation_func is F.silu else config.activation_func,
+        function=config.activation_func,
         gated=config.gated_linear_unit,
         clamp=config.activation_func_clamp_value if config.gated_linear_unit else None,
         linear_offset=config.glu_linear_offset,

@@ -184,8 +184,8 @@ def problem(retention: float = 0.5, dtype: torch.dtype = torch.float64, **lrm: A
 SWIGLU = Activation(F.silu, gated=True)
 
 
-def forward(p: Problem, fuse: bool = False, backend: str = "loop") -> torch.Tensor:
-    """The layer's stages as the dispatcher strings them together; on one rank nothing is sent."""
+def dispatched(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and weights as the experts get them."""
     flow = p.flow
     x_PD, alpha_P = Stage.apply(
         lambda x, probs: (x[flow.token_P], probs[flow.token_P, flow.expert_P]),
@@ -194,6 +194,13 @@ def forward(p: Problem, fuse: bool = False, backend: str = "loop") -> torch.Tens
         p.probs_TE,
     )
     x_ND, alpha_N = Stage.apply(lambda x, a: (x.clone(), a.clone()), flow.sort_backward, x_PD, alpha_P)
+    return x_ND, alpha_N
+
+
+def forward(p: Problem, fuse: bool = False, backend: str = "loop") -> torch.Tensor:
+    """The layer's stages as the dispatcher strings them together; on one rank nothing is sent."""
+    flow = p.flow
+    x_ND, alpha_N = dispatched(p)
     y_ND = expert_mlp(x_ND, alpha_N, ExpertWeights(p.fc1, p.fc2, fuse), SWIGLU, flow, backend)
     flow.share_norms()
     y_PD = Stage.apply(torch.clone, flow.unsort_backward, y_ND)
@@ -349,13 +356,7 @@ def test_experts_that_are_not_ours_get_ordinary_dense_gradients() -> None:
     """Without attach_experts the flow keeps everything with weight 1, whatever the retention."""
     p = problem()
     flow = p.flow
-    x_PD, alpha_P = Stage.apply(
-        lambda x, probs: (x[flow.token_P], probs[flow.token_P, flow.expert_P]),
-        flow.permute_backward,
-        p.x_TD,
-        p.probs_TE,
-    )
-    x_ND, alpha_N = Stage.apply(lambda x, a: (x.clone(), a.clone()), flow.sort_backward, x_PD, alpha_P)
+    x_ND, alpha_N = dispatched(p)
     flow.share_norms()
     y_PD = Stage.apply(torch.clone, flow.unsort_backward, torch.tanh(x_ND) * alpha_N[:, None])
     out = Stage.apply(lambda y: add_rows(y, flow.token_P, TOKENS), flow.unpermute_backward, y_PD)
