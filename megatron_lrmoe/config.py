@@ -42,6 +42,21 @@ class LrmConfig:
     layers: str | None = _in_group(USUAL, None)
     """Layer numbers (from 1) that drop backward work, as '2-5,9'. Not given: every MoE layer."""
 
+    quota: Literal["proportional", "balanced", "joint"] = _in_group(USUAL, "proportional")
+    """How many rows each expert keeps. proportional: the same share of every expert. balanced: as many rows in
+    all, but dropped on the ranks with the most, so that the busiest rank keeps fewer. joint: dropped only on ranks
+    above the row limit, down to it, and no more in all than retention allows; with neither rank-rows nor budget-gib
+    it aims at 1.01 times the mean of the routed rows. balanced and joint drop far more of a hot expert than of
+    others, which unbiased selection bears and topk does not."""
+
+    rank_rows: int | None = _in_group(USUAL, None)
+    """Largest number of rows that a rank keeps in one layer call. A rank above it drops more than retention says,
+    down to min-retention of each expert and no further. Not given: no limit."""
+
+    budget_gib: float | None = _in_group(USUAL, None)
+    """GiB of a rank's memory for what one layer call saves for backward and what its backward then allocates;
+    limits a rank's kept rows as rank-rows does, and with both the smaller limit counts. Not given: no limit."""
+
     score: Literal["lrm", "grad-sq", "grad-abs", "random"] = _in_group(ADVANCED, "lrm")
     """What a pair is worth. lrm: alpha^2 |g|^2 |phi|^2. grad-sq: |g|^2. grad-abs: the sum of |g|. random:
     nothing is worth more than anything else."""
@@ -53,6 +68,11 @@ class LrmConfig:
     max_weight: float | None = _in_group(ADVANCED, None)
     """Largest 1/probability that 'unbiased' may give a pair, kept by a floor on the probability. Not given:
     no cap."""
+
+    min_retention: float | None = _in_group(ADVANCED, None)
+    """Share of its rows that every expert keeps at least, rounded up, whatever balanced, joint, rank-rows or
+    budget-gib ask for; one row at least, and never more than the proportional quota. While retention ramps down
+    from 1.0 this share does too. Not given: 0.5, or retention where that is less."""
 
     min_rows: int = _in_group(ADVANCED, 0)
     """An expert with no more rows than this keeps them all."""
@@ -78,6 +98,13 @@ class LrmConfig:
 
         r = self.retention
         require(r is None or (math.isfinite(r) and 0 < r <= 1), "retention", "0 < retention <= 1")
+        m = self.min_retention
+        require(m is None or 0 <= m <= 1, "min_retention", "0 <= share <= 1")
+        above = r is not None and m is not None and m > r
+        require(bool(found) or not above, "min_retention", f"at most {flag_of('retention')}, which is {r!r}")
+        require(self.rank_rows is None or self.rank_rows >= 1, "rank_rows", "a whole number >= 1")
+        b = self.budget_gib
+        require(b is None or (math.isfinite(b) and b > 0), "budget_gib", "a number > 0")
         w = self.max_weight
         require(w is None or (math.isfinite(w) and w >= 1), "max_weight", "a number >= 1")
         for name in ("start_iter", "ramp_iters", "min_rows"):
@@ -100,6 +127,23 @@ class LrmConfig:
     def retention_fraction(self) -> Fraction:
         """Retention as the decimal fraction that was written: 0.7 is 7/10, not the nearest binary float."""
         return Fraction(repr(self.retention)) if self.retention is not None else Fraction(1)
+
+    @property
+    def least_share(self) -> Fraction:
+        """``min_retention`` as the decimal fraction that was written, or what it is when not given."""
+        if self.min_retention is None:
+            return min(Fraction(1, 2), self.retention_fraction)
+        return Fraction(repr(self.min_retention))
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """``budget_gib`` in whole bytes."""
+        return None if self.budget_gib is None else int(Fraction(repr(self.budget_gib)) * 2**30)
+
+    @property
+    def limits_rows(self) -> bool:
+        """Whether a flag limits the rows that a rank keeps."""
+        return self.rank_rows is not None or self.budget_gib is not None
 
     def covers_layer(self, layer_number: int | None) -> bool:
         """Whether the layer with this number (from 1) is among ``layers``."""

@@ -10,6 +10,7 @@ from megatron_lrmoe.compute.flow import PairFlow
 from megatron_lrmoe.config import LrmConfig
 from megatron_lrmoe.mcore import metrics
 from megatron_lrmoe.pairs import DrawKey
+from megatron_lrmoe.recalibration.balance import RowBytes
 from megatron_lrmoe.recalibration.plan import KeepPlan
 
 
@@ -21,10 +22,13 @@ class LayerCall:
         key: of this call's random draws.
         retention: share kept at this iteration.
         group: the expert-parallel group.
+        row_bytes: memory of a row of this layer.
     """
 
-    def __init__(self, config: LrmConfig, key: DrawKey, retention: Fraction, group: dist.ProcessGroup):
-        self.config, self.key, self.retention = config, key, retention
+    def __init__(
+        self, config: LrmConfig, key: DrawKey, retention: Fraction, group: dist.ProcessGroup, row_bytes: RowBytes
+    ):
+        self.config, self.key, self.retention, self.row_bytes = config, key, retention, row_bytes
         self.flow = PairFlow(group)
         self.loads_SE: torch.Tensor | None = None
 
@@ -57,6 +61,7 @@ class LayerCall:
             retention=self.retention,
             loads_SE=self.loads_SE.tolist(),
             rank=dist.get_rank(self.flow.group),
+            row_bytes=self.row_bytes,
         )
         self.flow.settle(plan, routing_map_TE)
         metrics.record(plan)

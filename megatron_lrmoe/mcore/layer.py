@@ -14,6 +14,7 @@ from megatron_lrmoe.mcore.call import LayerCall
 from megatron_lrmoe.mcore.dispatcher import LRMAlltoAllTokenDispatcher
 from megatron_lrmoe.mcore.experts import LRMSequentialMLP, LRMTEGroupedMLP
 from megatron_lrmoe.pairs import DrawKey
+from megatron_lrmoe.recalibration.balance import RowBytes
 from megatron_lrmoe.recalibration.schedule import retention_at
 
 # Most derived first: Megatron's inference-only subclass of TEGroupedMLP is not in it and is refused.
@@ -44,6 +45,9 @@ class LRMoELayer(MoELayer):
         # Groups that average their gradients draw differently: their errors then average out too.
         self._data_parallel_index = torch.distributed.get_rank(groups.expt_dp)
         self._iteration, self._microbatch = -1, 0
+        self._row_bytes = RowBytes.of(
+            config.hidden_size, config.moe_ffn_hidden_size, config.gated_linear_unit, config.params_dtype.itemsize
+        )
         _become_ours(self.token_dispatcher)
         _become_ours(self.experts)
         self._our_experts.gemm = settings.gemm
@@ -89,7 +93,7 @@ class LRMoELayer(MoELayer):
         retention = retention_at(self.lrm_config, iteration)
         if (retention == 1 or not self.lrm_config.covers_layer(layer)) and not self.always_compact:
             return None
-        return LayerCall(self.lrm_config, key, retention, self.ep_group)
+        return LayerCall(self.lrm_config, key, retention, self.ep_group, self._row_bytes)
 
 
 def _become_ours(part) -> None:

@@ -1,4 +1,4 @@
-"""Kept share, kept rows and load imbalance, on Megatron's MoE console line, TensorBoard and W&B."""
+"""Kept share, kept rows, load imbalance and rows over a limit, on Megatron's MoE console line, TensorBoard and W&B."""
 
 import inspect
 from collections.abc import Sequence
@@ -12,20 +12,21 @@ from megatron_lrmoe.recalibration.plan import KeepPlan
 
 PREFIX = "moe-lrm/"
 
-_CALLS, _ROWS, _KEPT, _PEAK_ROWS, _PEAK_KEPT = range(5)
+_COLUMNS = 7
+_CALLS, _ROWS, _KEPT, _PEAK_ROWS, _PEAK_KEPT, _LIMITED, _OVER = range(_COLUMNS)
 _sums: dict[int, list[float]] = {}
 
 
 def record(plan: KeepPlan) -> None:
     """Add one layer call. Every number is a host integer already, so this costs no synchronisation.
 
-    Rows are per rank of the expert-parallel group: the mean over its ranks and the busiest rank's.
+    Rows are per rank of the expert-parallel group: the mean over its ranks, the busiest rank's, and with a limit on
+    kept rows what the rank furthest above its own keeps too many.
     """
-    ranks = range(plan.num_ranks)
-    rows = [sum(plan.demand_E[e] for e in plan.experts_of(r)) for r in ranks]
-    kept = [sum(plan.quota_E[e] for e in plan.experts_of(r)) for r in ranks]
-    new = [1, sum(rows) / len(rows), sum(kept) / len(kept), max(rows), max(kept)]
-    old = _sums.setdefault(plan.key.layer, [0.0] * len(new))
+    rows_R, kept_R, limit_R = plan.rows_R, plan.kept_R, plan.limit_R
+    over = 0 if limit_R is None else max(0, (kept_R - limit_R).max())
+    new = [1, rows_R.mean(), kept_R.mean(), rows_R.max(), kept_R.max(), limit_R is not None, over]
+    old = _sums.setdefault(plan.key.layer, [0.0] * _COLUMNS)
     _sums[plan.key.layer] = [a + b for a, b in zip(old, new, strict=True)]
 
 
@@ -48,7 +49,7 @@ def collect(num_layers: int, device: torch.device | str | int, per_layer: bool) 
     """
     if beyond := [layer for layer in _sums if layer > num_layers]:
         raise RuntimeError(f"found MoE layers {beyond}, allowed are numbers up to {num_layers}")
-    sums = torch.zeros(num_layers + 1, 5, dtype=torch.float64)
+    sums = torch.zeros(num_layers + 1, _COLUMNS, dtype=torch.float64)
     for layer, values in _sums.items():
         sums[layer] += torch.tensor(values, dtype=torch.float64)
     _sums.clear()
@@ -64,12 +65,15 @@ def collect(num_layers: int, device: torch.device | str | int, per_layer: bool) 
 def _figures(sums: Sequence[float], suffix: str) -> dict[str, float]:
     if not sums[_ROWS]:
         return {}
-    return {
+    figures = {
         f"{PREFIX}kept_share{suffix}": sums[_KEPT] / sums[_ROWS],
         f"{PREFIX}rows_kept{suffix}": sums[_KEPT] / sums[_CALLS],
         f"{PREFIX}imbalance{suffix}": sums[_PEAK_ROWS] / sums[_ROWS],
         f"{PREFIX}imbalance_kept{suffix}": sums[_PEAK_KEPT] / sums[_KEPT],
     }
+    if sums[_LIMITED]:
+        figures[f"{PREFIX}rows_over_limit{suffix}"] = sums[_OVER] / sums[_LIMITED]
+    return figures
 
 
 def reporting(stock_report: Any, per_layer: bool) -> Any:

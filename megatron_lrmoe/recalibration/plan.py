@@ -5,14 +5,26 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from megatron_lrmoe.config import LrmConfig
 from megatron_lrmoe.pairs import DrawKey, KeptRows
+from megatron_lrmoe.recalibration.balance import (
+    IntArray,
+    RowBytes,
+    balanced_quota,
+    capped_quota,
+    floor_rows,
+    joint_limit,
+    joint_quotas,
+    per_rank,
+)
 from megatron_lrmoe.recalibration.draw import offsets, row_seeds, uniform_N
-from megatron_lrmoe.recalibration.quota import SourceSplit, proportional_quota, split_over_sources
+from megatron_lrmoe.recalibration.quota import proportional_quota
 from megatron_lrmoe.recalibration.score import draw_size_N, pair_score
 from megatron_lrmoe.recalibration.selection import select_topk, select_unbiased
+from megatron_lrmoe.recalibration.sources import SourceSplit, split_over_sources
 
 
 @dataclass(frozen=True)
@@ -25,6 +37,7 @@ class KeepPlan:
         retention: share kept at this iteration.
         loads_SE: routed pairs from each source rank for each expert of the layer.
         rank: this rank's index among the sources, which are also the owners.
+        row_bytes: memory of a row; needed for a limit in bytes only.
     """
 
     config: LrmConfig
@@ -32,6 +45,7 @@ class KeepPlan:
     retention: Fraction
     loads_SE: Sequence[Sequence[int]]
     rank: int
+    row_bytes: RowBytes | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -44,9 +58,59 @@ class KeepPlan:
         return [sum(loads_S) for loads_S in zip(*self.loads_SE, strict=True)]
 
     @cached_property
+    def rows_R(self) -> IntArray:
+        """Pairs of each owner's experts."""
+        return per_rank(np.array(self.demand_E, np.int64), self._owner_E, self.num_ranks)
+
+    @cached_property
+    def kept_R(self) -> IntArray:
+        """Pairs of each owner's experts that keep their backward."""
+        return per_rank(np.array(self.quota_E, np.int64), self._owner_E, self.num_ranks)
+
+    @cached_property
+    def limit_R(self) -> IntArray | None:
+        """Kept rows that each rank should not exceed: the flags', else what the joint policy aims at, else None."""
+        config, limits = self.config, []
+        if config.rank_rows is not None:
+            limits.append(np.full(self.num_ranks, config.rank_rows, np.int64))
+        if config.budget_bytes is not None:
+            if self.row_bytes is None:
+                raise RuntimeError("a limit in bytes needs row_bytes, found None")
+            limits.append(self.row_bytes.row_limit(config.budget_bytes, self.rows_R))
+        if config.quota == "joint" and not limits:
+            limits.append(joint_limit(self.rows_R))
+        return np.min(limits, axis=0) if limits else None
+
+    @property
+    def least_share(self) -> Fraction:
+        """Share that every expert keeps at least: it ramps from 1 to its target as retention does."""
+        if self.retention == 1:
+            return Fraction(1)
+        ramped = (1 - self.retention) / (1 - self.config.retention_fraction)
+        return 1 - (1 - self.config.least_share) * ramped
+
+    @cached_property
     def quota_E(self) -> list[int]:
         """Pairs of each expert that keep their backward."""
-        return proportional_quota(self.demand_E, self.retention, self.config.min_rows)
+        policy, limit_R = self.config.quota, self.limit_R
+        even_E = proportional_quota(self.demand_E, self.retention, self.config.min_rows)
+        if policy == "proportional" and limit_R is None:
+            return even_E
+        load_E, quota_E = np.array(self.demand_E, np.int64), np.array(even_E, np.int64)
+        owner_E, total = self._owner_E, sum(even_E)
+        floor_E = floor_rows(load_E, quota_E, self.least_share, self.config.min_rows)
+        if policy == "balanced":
+            quota_E = balanced_quota(load_E, floor_E, owner_E, self.num_ranks, total)
+        elif policy == "joint" and limit_R is not None:
+            quota_E = joint_quotas(load_E, floor_E, owner_E, limit_R, allowance=sum(self.demand_E) - total)
+        # What the joint policy aims at by itself is no limit: it is given up where retention does not allow it.
+        if self.config.limits_rows and limit_R is not None:
+            quota_E = capped_quota(quota_E, floor_E, owner_E, limit_R)
+        return quota_E.tolist()
+
+    @property
+    def _owner_E(self) -> IntArray:
+        return np.repeat(np.arange(self.num_ranks), len(self.demand_E) // self.num_ranks)
 
     @cached_property
     def splits_E(self) -> list[SourceSplit]:
@@ -62,8 +126,8 @@ class KeepPlan:
 
     def experts_of(self, rank: int) -> range:
         """Experts that a rank owns."""
-        per_rank = len(self.quota_E) // self.num_ranks
-        return range(rank * per_rank, (rank + 1) * per_rank)
+        many = len(self.demand_E) // self.num_ranks
+        return range(rank * many, (rank + 1) * many)
 
     @property
     def loads_Se(self) -> list[list[int]]:

@@ -84,6 +84,7 @@ def test_flags_become_the_settings_they_name() -> None:
     words = "--moe-lrm-retention 0.7 --moe-lrm-selection topk --moe-lrm-score grad-sq --moe-lrm-scope source"
     words += " --moe-lrm-max-weight 8 --moe-lrm-min-rows 2 --moe-lrm-start-iter 10 --moe-lrm-ramp-iters 5"
     words += " --moe-lrm-layers 2-3 --moe-lrm-gemm loop --moe-lrm-log-detail"
+    words += " --moe-lrm-quota balanced --moe-lrm-min-retention 0.6 --moe-lrm-rank-rows 4096 --moe-lrm-budget-gib 1.5"
     assert config_from_args(run_args(*words.split())) == LrmConfig(
         retention=0.7,
         selection="topk",
@@ -96,6 +97,10 @@ def test_flags_become_the_settings_they_name() -> None:
         layers="2-3",
         gemm="loop",
         log_detail=True,
+        quota="balanced",
+        min_retention=0.6,
+        rank_rows=4096,
+        budget_gib=1.5,
     )
 
 
@@ -108,7 +113,7 @@ def test_a_namespace_without_our_attributes_is_off() -> None:
     assert config_from_args(Namespace()) == LrmConfig()
 
 
-@pytest.mark.parametrize("flag", ["selection", "score", "scope", "gemm"])
+@pytest.mark.parametrize("flag", ["selection", "quota", "score", "scope", "gemm"])
 def test_wrong_choices_are_refused_by_the_parser(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(flag_of(flag), "best")
@@ -116,7 +121,9 @@ def test_wrong_choices_are_refused_by_the_parser(flag: str, capsys: pytest.Captu
     assert f"argument {flag_of(flag)}: invalid choice: 'best' (choose from" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("flag", "value"), [("retention", "most"), ("min_rows", "1.5"), ("start_iter", "x")])
+@pytest.mark.parametrize(
+    ("flag", "value"), [("retention", "most"), ("min_rows", "1.5"), ("start_iter", "x"), ("rank_rows", "1e3")]
+)
 def test_values_of_the_wrong_type_are_refused_by_the_parser(flag: str, value: str) -> None:
     with pytest.raises(SystemExit):
         parse(flag_of(flag), value)

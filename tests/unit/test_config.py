@@ -25,9 +25,13 @@ def test_all_violations_come_in_one_error_with_flag_value_and_what_is_allowed() 
         "start_iter": -1,
         "ramp_iters": -2,
         "layers": "5-2",
+        "quota": "even",
+        "rank_rows": 0,
+        "budget_gib": 0.0,
         "score": "lrmoe",
         "scope": "rank",
         "max_weight": 0.5,
+        "min_retention": 1.5,
         "min_rows": -3,
         "gemm": "cutlass",
     }
@@ -52,9 +56,40 @@ def test_max_weight_out_of_range_is_refused(value: float) -> None:
         LrmConfig(max_weight=value)
 
 
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_budget_out_of_range_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=rf"^--moe-lrm-budget-gib: found {value!r}, allowed is a number > 0$"):
+        LrmConfig(budget_gib=value)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.01, math.nan, math.inf])
+def test_min_retention_out_of_range_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=rf"^--moe-lrm-min-retention: found {value!r}, allowed is 0 <= share <= 1$"):
+        LrmConfig(retention=0.5, min_retention=value)
+
+
+def test_min_retention_above_retention_is_refused_naming_both() -> None:
+    allowed = "allowed is at most --moe-lrm-retention, which is 0.6"
+    with pytest.raises(ValueError, match=rf"^--moe-lrm-min-retention: found 0.7, {allowed}$"):
+        LrmConfig(retention=0.6, min_retention=0.7)
+    LrmConfig(retention=0.6, min_retention=0.6)
+    LrmConfig(min_retention=0.7)
+
+
+def test_min_retention_not_given_is_a_half_or_the_retention_where_that_is_less() -> None:
+    assert LrmConfig(retention=0.8).least_share == LrmConfig().least_share == Fraction(1, 2)
+    assert LrmConfig(retention=0.3).least_share == Fraction(3, 10)
+    assert LrmConfig(retention=0.8, min_retention=0.7).least_share == Fraction(7, 10)
+
+
 def test_values_at_the_edges_are_allowed() -> None:
-    LrmConfig(retention=1.0, max_weight=1.0, start_iter=0, ramp_iters=0, min_rows=0)
-    LrmConfig(retention=1e-9)
+    LrmConfig(retention=1.0, max_weight=1.0, start_iter=0, ramp_iters=0, min_rows=0, min_retention=1.0, rank_rows=1)
+    LrmConfig(retention=1e-9, min_retention=0.0, budget_gib=1e-9)
+
+
+def test_either_limit_limits_rows() -> None:
+    assert LrmConfig(rank_rows=9).limits_rows and LrmConfig(budget_gib=0.5).limits_rows
+    assert not LrmConfig(quota="joint").limits_rows
 
 
 @pytest.mark.parametrize(("retention", "enabled"), [(None, False), (1.0, False), (0.999, True), (0.1, True)])

@@ -24,9 +24,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Size]]:
     metrics._sums.clear()
 
 
-def plan(layer: int, loads_SE: list[list[int]], retention: str = "1/2") -> KeepPlan:
+def plan(layer: int, loads_SE: list[list[int]], retention: str = "1/2", **lrm: Any) -> KeepPlan:
     key = DrawKey(seed=0, iteration=0, microbatch=0, layer=layer, data_parallel=0)
-    return KeepPlan(LrmConfig(retention=0.5), key, Fraction(retention), loads_SE, rank=0)
+    return KeepPlan(LrmConfig(retention=0.5, **lrm), key, Fraction(retention), loads_SE, rank=0)
 
 
 def stock_report(
@@ -72,6 +72,31 @@ def test_shares_are_quotients_of_sums_not_means_of_quotients() -> None:
     }
 
 
+def test_rows_over_a_limit_are_those_of_the_rank_furthest_above_it_averaged_over_calls() -> None:
+    limit = {"rank_rows": 8, "min_retention": 0.25}
+    metrics.record(plan(1, [[40, 8], [20, 8]], **limit))  # 60 rows on rank 0, floor 15; 8 of 16 on rank 1
+    metrics.record(plan(1, [[10, 8], [10, 8]], **limit))  # 8 and 8 rows
+    metrics.record(plan(2, [[0, 0], [0, 0]], **limit))
+    figures = metrics.collect(2, "cpu", per_layer=True)
+    assert figures["moe-lrm/rows_over_limit"] == pytest.approx((15 - 8) / 3)
+    assert figures["moe-lrm/rows_over_limit_layer_1"] == (15 - 8) / 2
+    assert figures["moe-lrm/rows_kept"] == pytest.approx((15 + 8 + 8 + 8) / 2 / 3)
+
+
+def test_rows_over_a_limit_are_reported_with_a_limit_or_the_joint_policys_aim_only() -> None:
+    loads = [[40, 2], [40, 2]]
+    for lrm, reported in (
+        ({}, False),
+        ({"quota": "balanced"}, False),
+        ({"quota": "joint"}, True),
+        ({"rank_rows": 50}, True),
+    ):
+        metrics.record(plan(1, loads, **lrm))
+        figures = metrics.collect(1, "cpu", per_layer=False)
+        assert ("moe-lrm/rows_over_limit" in figures) is reported
+        assert figures.get("moe-lrm/rows_over_limit", 0) == 0
+
+
 def test_what_was_collected_is_forgotten() -> None:
     metrics.record(plan(1, [[4, 4]]))
     assert metrics.collect(1, "cpu", per_layer=False)
@@ -84,7 +109,7 @@ def test_nothing_recorded_or_nothing_routed_reports_nothing_but_joins_the_collec
     assert metrics.collect(3, "cpu", per_layer=True) == {}
     metrics.record(plan(2, [[0, 0], [0, 0]]))
     assert metrics.collect(3, "cpu", per_layer=True) == {}
-    assert alone == [torch.Size([4, 5])] * 2
+    assert alone == [torch.Size([4, 7])] * 2
 
 
 def test_an_empty_layer_does_not_spoil_the_others() -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lrmoe.recalibration.quota import proportional_quota, split_over_sources
+from megatron_lrmoe.recalibration.quota import proportional_quota
+from megatron_lrmoe.recalibration.sources import split_over_sources
 
 LOADS = st.lists(st.one_of(st.just(0), st.integers(0, 9), st.integers(0, 5000)), min_size=1, max_size=9)
 OFFSETS = st.one_of(st.just(0), st.just(2**40 - 1), st.integers(0, 2**40 - 1))
