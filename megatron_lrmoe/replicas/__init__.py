@@ -1,0 +1,1 @@
+"""WHERE routed pairs are computed: replica plans, quotas chosen together with them, and rivals' policies."""

@@ -1,0 +1,1 @@
+"""The planner's solver in plain Python: the reference that ``replicas/compiled`` equals move by move."""
