@@ -423,7 +423,7 @@ def _settle_parting(groups, group_of_R, members, start_G, budget, most, state, o
         if group_of_R[r] < 0:
             pooled[count] = r
             count += 1
-    done, _ = _settle(pooled, count, most - total, budget, overhead, state, frames, moves[total:])
+    done, _ = _settle(pooled, count, most - total, budget // 4, overhead, state, frames, moves[total:])
     end = total + max(done, 0)
     for k in range(end - 1, -1, -1):
         expert, rank, rows, donor = moves[k]

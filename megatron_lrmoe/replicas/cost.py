@@ -1,7 +1,6 @@
 """What rows and replicas cost: in GEMM tiles, in bytes of memory, and in bytes pushed against rows saved."""
 
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -57,7 +56,7 @@ class ByteBudget:
         Raises:
             ValueError: the budget does not hold the slots and a row of either kind.
         """
-        ranks, routed, kept = len(loads_SE), int(loads_SE.sum()), int(quota_E.sum())
+        routed, kept = int(loads_SE.sum()), int(quota_E.sum())
         left = self.total - slots * self.slot
         if left < self.saved + self.work:
             raise ValueError(
@@ -67,9 +66,10 @@ class ByteBudget:
         needed = routed * self.saved + kept * self.work
         if needed == 0:
             return Limits(forward=left // max(1, self.saved), backward=left // max(1, self.work))
-        share = Fraction(left * ranks, needed)
-        forward = int(share * routed / ranks)
-        return Limits(forward=max(1, forward), backward=max(1, (left - forward * self.saved) // max(1, self.work)))
+        # One row of each kind fits, whatever the proportion.
+        most = (left - self.work) // max(1, self.saved)
+        forward = max(1, min(left * routed // needed, most))
+        return Limits(forward=forward, backward=max(1, (left - forward * self.saved) // max(1, self.work)))
 
 
 @dataclass(frozen=True, kw_only=True)

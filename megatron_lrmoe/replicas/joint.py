@@ -91,7 +91,7 @@ def plan_with_policy(
     return best
 
 
-def _order(found: JointPlan) -> tuple[int, int, int]:
+def _order(found: JointPlan) -> tuple[bool, int, int, int]:
     certificate = found.plan.certificate
     over = 0
     for rows, limit in (
@@ -99,7 +99,7 @@ def _order(found: JointPlan) -> tuple[int, int, int]:
         (certificate.backward_rows, certificate.backward_limit),
     ):
         over = max(over, rows - (rows if limit is None else limit))
-    return over, found.plan.replicas, -int(found.quota_E.sum())
+    return not certificate.within_limits, over, found.plan.replicas, -int(found.quota_E.sum())
 
 
 def _quotas(

@@ -15,6 +15,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 IntArray = NDArray[np.int64]
+MOST_ROWS = 2**31
+"""Of a layer call in all: products of two counts then stay below 2^63."""
+
 Limit = int | Sequence[int] | Fraction | Literal["finest"] | None
 
 
@@ -34,6 +37,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
+            if isinstance(getattr(self, name), np.ndarray):
+                # An array would be compared with other limits element by element.
+                object.__setattr__(self, name, tuple(getattr(self, name).tolist()))
             _check_limit(name, getattr(self, name))
 
 
@@ -173,6 +179,8 @@ def checked_inputs(
             raise ValueError(
                 f"{name}: found {len(value)} values, allowed are {experts}, one for each expert of loads_SE"
             )
+    if loads.sum() > MOST_ROWS:
+        raise ValueError(f"loads_SE: found {loads.sum()} rows in all, allowed are 0 to {MOST_ROWS}")
     if ranks == 0:
         raise ValueError("loads_SE: found no source rank, allowed is one or more")
     for e in np.flatnonzero(owners >= ranks)[:1]:
@@ -213,7 +221,7 @@ def _check_limit(name: str, limit: Limit) -> None:
         if limit < 1:
             raise ValueError(f"{name} limit: found {limit} x mean, allowed is a Fraction >= 1")
         return
-    many = limit if isinstance(limit, Sequence | np.ndarray) and not isinstance(limit, str) else [limit]
+    many = limit if isinstance(limit, Sequence) and not isinstance(limit, str) else [limit]
     for r, rows in enumerate(many):
         if not isinstance(rows, int | np.integer) or isinstance(rows, bool) or rows < 1:
             raise ValueError(f"{name} limit of rank {r}: found {rows!r}, allowed is a whole number of rows >= 1")
@@ -226,8 +234,8 @@ def _whole(name: str, values: ArrayLike, dims: int) -> IntArray:
     if array.dtype.kind not in "iuf":
         raise ValueError(f"{name}: found values of type {array.dtype}, allowed are whole numbers")
     with np.errstate(invalid="ignore"):
-        bad = np.argwhere((array < 0) | (array != np.floor(array)) | ~np.isfinite(array)) if array.size else []
+        bad = np.argwhere(~((array >= 0) & (array <= MOST_ROWS) & (array == np.floor(array)))) if array.size else []
     for place in bad[:1]:
         where = "".join(f"[{i}]" for i in place)
-        raise ValueError(f"{name}{where}: found {array[tuple(place)]}, allowed is a whole number >= 0")
+        raise ValueError(f"{name}{where}: found {array[tuple(place)]}, allowed is a whole number from 0 to {MOST_ROWS}")
     return array.astype(np.int64)

@@ -99,6 +99,10 @@ def _task(options: Options, owners: IntArray, ranks: int, slots: int) -> Task:
             raise ValueError(
                 f"resident[{n}]: found {(expert, rank)}, allowed is an expert and a rank that is not its owner"
             )
+        if owners[expert] // domain != rank // domain:
+            raise ValueError(
+                f"resident[{n}]: found {(expert, rank)}, allowed is a rank of the owner's domain of {domain} ranks"
+            )
     if len(np.unique(resident, axis=0)) < len(resident) or np.bincount(resident[:, 1]).max(initial=0) > slots:
         raise ValueError(f"resident: found {resident.tolist()}, allowed are different pairs, at most {slots} on a rank")
     return Task(
@@ -143,6 +147,8 @@ def _from_plan(
     same = old.owner_E.shape == task.owner_E.shape and (old.owner_E == task.owner_E).all() and old.migrations == 0
     if not same or old.slots_R.max(initial=0) > task.slots or len(old.rows_SI) != task.ranks:
         return None
+    if (old.rank_I // task.domain_ranks != old.owner_E[old.expert_I] // task.domain_ranks).any():
+        return None
     routed_E, kept_E = (np.bincount(old.expert_I, values, experts) for values in (old.rows_I, old.kept_I))
     if (routed_E != load_E).any() or (kept_E < quotas).any():
         return None
@@ -180,12 +186,16 @@ def _certificate(
 ) -> Certificate:
     kinds = [best.layout, best.layout._replace(rows_I=best.kept_I)]
     cost_R = [task.cost_on(layout) for layout in kinds]
+    least_R = [_least_cost(task, layout) for layout in kinds]
     hard = [
         None if asked == "finest" else limit
         for asked, limit in zip((limits.forward, limits.backward), allowed, strict=True)
     ]
     over = [limit is not None and bool((cost > limit).any()) for cost, limit in zip(cost_R, hard, strict=True)]
-    hopeless = any(limit is not None and cost.sum() > limit.sum() for cost, limit in zip(cost_R, hard, strict=True))
+    hopeless = any(
+        limit is not None and bool((_by_domain(task, least) > _by_domain(task, limit)).any())
+        for least, limit in zip(least_R, hard, strict=True)
+    )
     fewest = 0 if any(over) else min(bound, best.replicas)
     if not worth:
         status = "not worth it"
@@ -196,17 +206,29 @@ def _certificate(
     return Certificate(
         status=status,
         forward_limit=None if hard[0] is None else int(hard[0].max()),
-        forward_bound=_mean_bound(task, cost_R[0]),
+        forward_bound=_mean_bound(task, least_R[0]),
         forward_rows=int(cost_R[0].max()),
         backward_limit=None if hard[1] is None else int(hard[1].max()),
-        backward_bound=_mean_bound(task, cost_R[1]),
+        backward_bound=_mean_bound(task, least_R[1]),
         backward_rows=int(cost_R[1].max()),
         replica_bound=fewest,
         replicas=best.replicas,
     )
 
 
+def _least_cost(task: Task, layout: Layout) -> IntArray:
+    """(R,) cost of all rows at their masters; replicas can only add to the sum of a domain."""
+    rows_E = np.zeros(len(task.owner_E), np.int64)
+    np.add.at(rows_E, layout.expert_I, layout.rows_I)
+    return task.cost_on(masters(task.owner_E, rows_E))
+
+
 def _mean_bound(task: Task, cost_R: IntArray) -> int:
     """Largest mean of a domain, rounded up: some rank of it has at least as much."""
-    starts = range(0, task.ranks, task.domain_ranks)
-    return max(-(-int(part.sum()) // len(part)) for part in (cost_R[s : s + task.domain_ranks] for s in starts))
+    size_d = _by_domain(task, np.ones(task.ranks, np.int64))
+    return int((-(-_by_domain(task, cost_R) // size_d)).max())
+
+
+def _by_domain(task: Task, value_R: IntArray) -> IntArray:
+    """(d,) sum over the ranks of each domain."""
+    return np.add.reduceat(value_R, np.arange(0, task.ranks, task.domain_ranks))

@@ -159,6 +159,9 @@ class Task:
                 overhead,
                 self.strong,
             )
+            if self.cost.group_rows > 0:
+                # A master that gives all its rows away costs no group, which the solver's bound does not know.
+                fewest = int((balance_R[first:last] + raised < 0).sum())
             found[:, 0] = own[found[:, 0]]
             found[:, 1] += first
             moves.append(found)

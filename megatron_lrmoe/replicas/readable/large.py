@@ -151,7 +151,8 @@ def settle_parting(state: State, parting: Parting, budget: int, most: int) -> li
         if settle(state, group, search):
             moves += search.moves
             pool -= set(group)
-    search = Settling(most=most - len(moves), budget=budget)
+    # A pool that settles does so within as many steps as it has ranks; a longer search is mostly in vain.
+    search = Settling(most=most - len(moves), budget=budget // 4)
     settled = settle(state, sorted(pool), search)
     moves += search.moves
     for move in reversed(moves):
