@@ -244,52 +244,62 @@ def _best_partition(cost_S, total_S, choice_S):
 
 
 @njit(cache=True)
+def _sets_of(choice_S, sets):
+    """Number of sets of the best partition, written to ``sets``."""
+    left, count = len(choice_S) - 1, 0
+    while left:
+        sets[count] = choice_S[left]
+        left ^= choice_S[left]
+        count += 1
+    return count
+
+
+@njit(cache=True)
+def _settle_set(one, most, budget, overhead, state, frames, moves):
+    """Number of moves of a set of ranks, or -1, and whether more could help; the state is left as it was."""
+    balance_R, rows_E, _, free_R, held_RS = state
+    members, count = np.empty(len(balance_R), np.int64), 0
+    for r in range(len(balance_R)):
+        if one >> r & 1:
+            members[count] = r
+            count += 1
+    done, may_help = _settle(members, count, most, budget, overhead, state, frames, moves)
+    for k in range(done - 1, -1, -1):
+        expert, rank, rows, donor = moves[k]
+        _apply(-1, expert, donor, rank, rows, overhead, balance_R, rows_E, free_R, held_RS)
+    return done, may_help
+
+
+@njit(cache=True)
 def _solve_small(state, overhead, budget, tries, moves):
     """Number of moves (-1 if none were found) and the bound."""
-    balance_R, rows_E, start_R, free_R, held_RS = state
-    ranks = len(balance_R)
+    balance_R, rows_E, start_R, free_R, _ = state
     cost_S = _set_bounds(balance_R, rows_E, start_R, overhead)
     total_S, choice_S = np.zeros_like(cost_S), np.zeros_like(cost_S)
-    bound = _best_partition(cost_S, total_S, choice_S)
-    frames = _frames(free_R)
-    members = np.empty(ranks, np.int64)
     first_S, count_S = np.zeros_like(cost_S), np.full_like(cost_S, -1)
-    found = np.empty((free_R.sum() * (tries + 1) + 1, 4), np.int64)
-    end = 0
+    bound = _best_partition(cost_S, total_S, choice_S)
+    frames, sets = _frames(free_R), np.empty(len(balance_R), np.int64)
+    found, end = np.empty((free_R.sum() * (tries + 1) + 1, 4), np.int64), 0
     for _ in range(tries):
-        left, failed, total = len(cost_S) - 1, False, 0
-        while left:
-            if cost_S[choice_S[left]] >= NEVER:
+        num_sets, failed = _sets_of(choice_S, sets), False
+        for one in sets[:num_sets]:
+            if cost_S[one] >= NEVER:
                 return -1, bound
-            left ^= choice_S[left]
-        left = len(cost_S) - 1
-        while left and not failed:
-            one = choice_S[left]
-            left ^= one
-            if count_S[one] < 0:
-                count = 0
-                for r in range(ranks):
-                    if one >> r & 1:
-                        members[count] = r
-                        count += 1
-                done, may_help = _settle(members, count, cost_S[one], budget, overhead, state, frames, found[end:])
-                if done < 0:
-                    cost_S[one] = cost_S[one] + 1 if may_help else NEVER
-                    failed = True
-                    break
-                for k in range(end + done - 1, end - 1, -1):
-                    e, rank, rows, donor = found[k]
-                    _apply(-1, e, donor, rank, rows, overhead, balance_R, rows_E, free_R, held_RS)
-                first_S[one], count_S[one] = end, done
-                end += done
+        for one in sets[:num_sets]:
+            if count_S[one] >= 0:
+                continue
+            done, may_help = _settle_set(one, cost_S[one], budget, overhead, state, frames, found[end:])
+            if done < 0:
+                cost_S[one] = cost_S[one] + 1 if may_help else NEVER
+                failed = True
+                break
+            first_S[one], count_S[one] = end, done
+            end += done
         if not failed:
-            left = len(cost_S) - 1
-            while left:
-                one = choice_S[left]
-                left ^= one
-                for k in range(count_S[one]):
-                    moves[total] = found[first_S[one] + k]
-                    total += 1
+            total = 0
+            for one in sets[:num_sets]:
+                moves[total : total + count_S[one]] = found[first_S[one] : first_S[one] + count_S[one]]
+                total += count_S[one]
             return total, bound
         _best_partition(cost_S, total_S, choice_S)
     return -1, bound
@@ -453,47 +463,57 @@ def _bound_large(state, num_donors, overhead):
 
 
 @njit(cache=True)
-def _solve_large(state, overhead, budget, attempts, moves):
-    """Number of moves (-1 if none were found) and the bound."""
-    balance_R = state[0]
-    ranks, num_donors = len(balance_R), 0
-    while num_donors < ranks and balance_R[num_donors] < 0:
-        num_donors += 1
-    bound = _bound_large(state, num_donors, overhead)
-    spare, most_left_out = 0, 0
-    for r in range(ranks):
+def _most_left_out(balance_R, num_donors, overhead):
+    """Smallest receivers that can be left out while the rest has room for all that donors give."""
+    spare, count = 0, 0
+    for r in range(len(balance_R)):
         spare += balance_R[r] if r < num_donors else max(0, balance_R[r] - overhead)
-    while num_donors + most_left_out < ranks:
-        spare -= max(0, balance_R[num_donors + most_left_out] - overhead)
+    while num_donors + count < len(balance_R):
+        spare -= max(0, balance_R[num_donors + count] - overhead)
         if spare < 0:
             break
-        most_left_out += 1
+        count += 1
+    return count
+
+
+@njit(cache=True)
+def _next_choice(order, left_out, patience, most_left_out, random):
+    """Swap donors in ``order``; new number of receivers left out, patience, and state of the generator."""
+    random = _step(random)
+    for _ in range(1 + _draw(random, 2)):
+        random = _step(random)
+        a = _draw(random, len(order))
+        random = _step(random)
+        b = _draw(random, len(order))
+        order[a], order[b] = order[b], order[a]
+    random = _step(random)
+    what = _draw(random, 5)
+    if what == 0:
+        random = _step(random)
+        patience = _draw(random, len(PATIENCE))
+    elif what == 1:
+        random = _step(random)
+        left_out = max(0, most_left_out - _draw(random, 4))
+    return left_out, patience, random
+
+
+@njit(cache=True)
+def _solve_large(state, overhead, budget, attempts, moves):
+    """Number of moves (-1 if none were found) and the bound."""
+    balance_R, num_donors = state[0], (state[0] < 0).sum()
+    ranks, bound = len(balance_R), _bound_large(state, num_donors, overhead)
+    most_left_out = _most_left_out(balance_R, num_donors, overhead)
     frames, found = _frames(state[3]), np.empty_like(moves)
     group_of_R, members, start_G = np.empty(ranks, np.int64), np.empty(ranks, np.int64), np.empty(ranks + 1, np.int64)
     order, new = np.arange(num_donors), np.arange(num_donors)
     left_out, patience, level, best, random = most_left_out, 0, NEVER, -1, np.uint64(1)
     for attempt in range(attempts):
         new_left_out, new_patience = most_left_out - attempt // 2, attempt % 2
-        if attempt >= 6 or new_left_out < 0:
-            new[:] = order
-            new_left_out, new_patience = left_out, patience
-            random = _step(random)
-            for _ in range(1 + _draw(random, 2)):
-                random = _step(random)
-                a = _draw(random, num_donors)
-                random = _step(random)
-                b = _draw(random, num_donors)
-                new[a], new[b] = new[b], new[a]
-            random = _step(random)
-            what = _draw(random, 5)
-            if what == 0:
-                random = _step(random)
-                new_patience = _draw(random, len(PATIENCE))
-            elif what == 1:
-                random = _step(random)
-                new_left_out = max(0, most_left_out - _draw(random, 4))
-        else:
+        if attempt < 6 and new_left_out >= 0:
             new[:] = np.arange(num_donors)
+        else:
+            new[:] = order
+            new_left_out, new_patience, random = _next_choice(new, left_out, patience, most_left_out, random)
         groups, count = _part(new, new_left_out, new_patience, state, overhead, group_of_R, members, start_G)
         if count == NEVER or count > level:
             continue
