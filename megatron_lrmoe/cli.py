@@ -1,11 +1,14 @@
 """The command ``megatron-lrmoe``. A subcommand imports what it needs when it runs: help is instant."""
 
 import argparse
+import dataclasses
+import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-USER_ERROR = 2
+FAILED, USER_ERROR = 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,6 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"megatron-lrmoe: error: {error}", file=sys.stderr)
         return USER_ERROR
+    except BrokenPipeError:
+        # The reader has seen enough (| head). Python would flush stdout once more at exit and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -28,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_data(commands)
     _add_demo(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -59,6 +67,100 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     demo.set_defaults(run=_demo)
 
 
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="plan expert replicas for recorded loads, with and without dropped backward work",
+        description="Plan which experts get replicas, so that every rank is within its row limits with the fewest. "
+        "Rank r owns experts r*E/R to (r+1)*E/R - 1. A plan above a limit is shown too, and says so.",
+        epilog="Without data: megatron-lrmoe plan --workload zipf --experts 64 --ranks 8 --retention 0.8",
+        # Flags that are not given are left out: their defaults are those of report.plan_request.Request.
+        argument_default=argparse.SUPPRESS,
+    )
+    _add_plan_input(plan.add_argument_group("loads"))
+    _add_plan_settings(plan.add_argument_group("plan"))
+    _add_plan_limits(plan.add_argument_group("limits, in rows of a rank"))
+    output = plan.add_argument_group("output")
+    output.add_argument("--json", action="store_true", default=False, help="print every figure as JSON, nothing else")
+    output.add_argument("--plot", type=Path, default=None, metavar="PNG", help="write a picture of the ranks' rows")
+    plan.set_defaults(run=_plan)
+
+
+def _add_plan_input(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "file",
+        nargs="?",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="CSV of routed rows: a line per source rank with a number per expert; or one such line of totals, whose "
+        "sources are taken as even; or columns headed source, expert and routed. Or a Parquet trace",
+    )
+    group.add_argument("--ranks", type=int, required=True, help="of the expert-parallel group")
+    group.add_argument("--experts", type=int, help="of the layer (default: as in FILE)")
+    for name in ("iteration", "layer", "microbatch"):
+        group.add_argument(f"--{name}", type=int, metavar="N", help="of the trace, which must have just one left")
+    group.add_argument(
+        "--workload",
+        metavar="NAME",
+        help="instead of FILE, loads made by a generator: balanced, zipf, log_normal, log_normal_to, hot_experts, "
+        "hot_rank, spread_hot, ragged, zero_load, rotating or burst",
+    )
+    group.add_argument("--tokens", type=int, help="of each source of the workload (default: 4096)")
+    group.add_argument("--top-k", type=int, help="experts per token of the workload (default: 8, or all if fewer)")
+    group.add_argument("--seed", type=int, help="of the workload (default: 0)")
+
+
+def _add_plan_settings(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--slots", type=int, help="replicas that a rank can hold (default: 1)")
+    group.add_argument("--retention", metavar="SHARE", help="of the rows that keep their backward (default: 1.0)")
+    group.add_argument(
+        "--min-retention",
+        metavar="SHARE",
+        help="of an expert's rows, that balanced and joint keep at least (default: 0.5, or retention if lower)",
+    )
+    group.add_argument(
+        "--quota",
+        choices=("proportional", "balanced", "joint"),
+        help="how many rows each expert keeps: the same share; fewer on ranks with most; or chosen together with our "
+        "replicas, no more dropped than retention allows (default: proportional)",
+    )
+    group.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="who plans: lrm, which is ours, or a rival, which knows no limits: fixed, symi, ultraep, moonep, eplb, "
+        "echo, llep, laer, flexmoe, smartmoe or fastermoe (default: lrm)",
+    )
+    group.add_argument("--domain", type=int, metavar="N", help="replicas stay among N neighbouring ranks")
+    group.add_argument("--strong", action="store_true", help="search longer from the start")
+    group.add_argument(
+        "--backend",
+        choices=("auto", "compiled", "readable"),
+        help="of the search, all with the same plan; auto is compiled where numba is installed (default: auto)",
+    )
+
+
+def _add_plan_limits(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--backward-limit",
+        metavar="LIMIT",
+        help="on kept rows: a number of rows; 1.01x for so many times the mean of the routed rows, rounded up; finest "
+        "for the least that the search reaches; or none. A multiple is of the routed rows, before any are dropped: an "
+        "absolute limit, which fewer kept rows meet with fewer replicas (default: 1.01x)",
+    )
+    group.add_argument("--forward-limit", metavar="LIMIT", help="on routed rows, in the same words (default: none)")
+    group.add_argument(
+        "--budget-gib",
+        metavar="GIB",
+        help="instead of limits: memory of a rank for the slots and rows of one layer call, in bf16, with a gated "
+        "activation and fp32 gradients; needs --hidden and --ffn",
+    )
+    group.add_argument("--hidden", type=int, help="hidden size")
+    group.add_argument("--ffn", type=int, help="width of an expert")
+    group.add_argument("--tile-rows", type=int, help="limits count an expert's rows in whole tiles (default: 1)")
+    group.add_argument("--group-rows", type=int, help="rows that limits add for an expert with any (default: 0)")
+
+
 def _data_build(args: argparse.Namespace) -> int:
     return _write_dataset(args.files, args)
 
@@ -83,6 +185,24 @@ def _demo(args: argparse.Namespace) -> int:
     from megatron_lrmoe.report import demo
 
     return demo.run(args.output, retention=args.retention, iterations=args.iterations)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    try:
+        from megatron_lrmoe.report import plan_report, plan_text
+        from megatron_lrmoe.report.plan_request import Request
+    except ImportError as error:
+        raise ValueError(f"plan needs {error.name}: pip install 'megatron-lrmoe[planner]'") from error
+
+    named = {field.name for field in dataclasses.fields(Request)}
+    report = plan_report.make_report(Request(**{name: value for name, value in vars(args).items() if name in named}))
+    if args.plot:
+        from megatron_lrmoe.report.plan_plot import write_plot
+
+        write_plot(args.plot, report)
+    out = json.dumps(plan_report.as_json(report)) if args.json else plan_text.text(report)
+    print(plan_text.encodable(out, sys.stdout.encoding))
+    return 0
 
 
 if __name__ == "__main__":

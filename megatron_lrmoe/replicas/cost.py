@@ -60,8 +60,8 @@ class ByteBudget:
         left = self.total - slots * self.slot
         if left < self.saved + self.work:
             raise ValueError(
-                f"budget: found {self.total} bytes, allowed is {slots} slots x {self.slot} bytes and one row, "
-                f"{slots * self.slot + self.saved + self.work}, or more"
+                f"budget: found {self.total} bytes, allowed is slots x bytes of a slot, {slots} x {self.slot}, and one row: "
+                f"{slots * self.slot + self.saved + self.work} or more"
             )
         needed = routed * self.saved + kept * self.work
         if needed == 0:
