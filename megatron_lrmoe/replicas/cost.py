@@ -59,9 +59,10 @@ class ByteBudget:
         routed, kept = int(loads_SE.sum()), int(quota_E.sum())
         left = self.total - slots * self.slot
         if left < self.saved + self.work:
+            least = slots * self.slot + self.saved + self.work
             raise ValueError(
-                f"budget: found {self.total} bytes, allowed is slots x bytes of a slot, {slots} x {self.slot}, and one row: "
-                f"{slots * self.slot + self.saved + self.work} or more"
+                f"budget: found {self.total} bytes, allowed is {least} or more, for {slots} x {self.slot} of slots and "
+                "one row"
             )
         needed = routed * self.saved + kept * self.work
         if needed == 0:
