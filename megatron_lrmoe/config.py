@@ -39,6 +39,11 @@ class LrmConfig:
     ramp_iters: int = _in_group(USUAL, 0)
     """After start-iter, the number of iterations over which retention falls linearly from 1.0."""
 
+    adaptive: bool = _in_group(USUAL, False)
+    """Let each layer's retention start at 1.0 and go down by 0.01 an iteration, from start-iter on and never below
+    retention, while the variance that dropping adds to its gradients stays below adaptive-tau times their own; it goes
+    up again where it does not. Needs selection unbiased."""
+
     layers: str | None = _in_group(USUAL, None)
     """Layer numbers (from 1) that drop backward work, as '2-5,9'. Not given: every MoE layer."""
 
@@ -57,17 +62,34 @@ class LrmConfig:
     """GiB of a rank's memory for what one layer call saves for backward and what its backward then allocates;
     limits a rank's kept rows as rank-rows does, and with both the smaller limit counts. Not given: no limit."""
 
-    score: Literal["lrm", "grad-sq", "grad-abs", "random"] = _in_group(ADVANCED, "lrm")
-    """What a pair is worth. lrm: alpha^2 |g|^2 |phi|^2. grad-sq: |g|^2. grad-abs: the sum of |g|. random:
-    nothing is worth more than anything else."""
+    router_grad: Literal["drop", "baseline"] = _in_group(USUAL, "drop")
+    """Task-loss gradient of the routing weights. drop: a dropped pair's is zero, a kept pair's has the weight of its
+    row. baseline: a kept pair's is exact and unweighted, and the dropped pairs of a token share what is missing from
+    the inner product of the token's routed output and its gradient, exact where one is dropped; the outputs are kept
+    until backward, 2 x hidden bytes a token in bf16."""
+
+    when: Literal["backward", "forward"] = _in_group(USUAL, "backward")
+    """When pairs are chosen. backward: when their gradients have arrived. forward: right after the activation, from
+    what is known then, so that nothing of dropped pairs is saved and saved memory falls with retention too; score lrm
+    is then alpha^2 |phi|^2, and grad-sq and grad-abs cannot be used."""
+
+    score: Literal["lrm", "grad-sq", "grad-abs", "alpha", "random"] = _in_group(ADVANCED, "lrm")
+    """What a pair is worth. lrm: alpha^2 |g|^2 |phi|^2. grad-sq: |g|^2. grad-abs: the sum of |g|. alpha: the routing
+    weight. random: nothing is worth more than anything else. unbiased draws in proportion to grad-abs and alpha, and
+    to the square root of lrm and grad-sq, which are squares."""
 
     scope: Literal["expert", "source"] = _in_group(ADVANCED, "expert")
     """Over what a quota is filled. expert: over all tokens of an expert, wherever they come from (one host
-    sync in backward). source: over each source rank's tokens of an expert (no sync in backward)."""
+    sync in backward, none with when forward). source: over each source rank's tokens of an expert (no sync in
+    backward)."""
 
     max_weight: float | None = _in_group(ADVANCED, None)
-    """Largest 1/probability that 'unbiased' may give a pair, kept by a floor on the probability. Not given:
-    no cap."""
+    """Largest 1/probability that 'unbiased' may give a pair, kept by a floor on the probability; what scope source
+    draws among sources is not counted, and shrink comes after. Not given: no cap."""
+
+    shrink: float = _in_group(ADVANCED, 1.0)
+    """How far the weights of 'unbiased' are from 1: a kept pair weighs 1 + shrink (1/probability - 1). 1: unbiased.
+    0: unweighted. Between them less noise for some bias."""
 
     min_retention: float | None = _in_group(ADVANCED, None)
     """Share of its rows that every expert keeps at least, rounded up, whatever balanced, joint, rank-rows or
@@ -81,8 +103,17 @@ class LrmConfig:
     """GEMMs over the experts. loop: one matmul per expert, forward bit-identical to Megatron's SequentialMLP.
     grouped: torch.nn.functional.grouped_mm. auto: grouped for bf16 and fp16 on a GPU, loop otherwise."""
 
+    adaptive_tau: float = _in_group(ADVANCED, 0.025)
+    """Largest added variance that adaptive accepts, as a share of the sum of the pairs' squared fc2 gradient norms,
+    which is the variance of a gradient whose pairs have nothing in common."""
+
+    probe_interval: int = _in_group(ADVANCED, 0)
+    """Every so many iterations the first microbatch runs the full backward, and the bias that topk and the noise that
+    unbiased would have had are logged: kappa, topk_dropped_mass, unbiased_variance. Needs the memory of a full
+    backward. 0: never."""
+
     log_detail: bool = _in_group(ADVANCED, False)
-    """Log the kept share and load imbalance of every layer, not only their mean."""
+    """Log the figures of every layer, not only those of all layers together."""
 
     def __post_init__(self) -> None:
         if problems := self.problems():
@@ -107,16 +138,39 @@ class LrmConfig:
         require(b is None or (math.isfinite(b) and b > 0), "budget_gib", "a number > 0")
         w = self.max_weight
         require(w is None or (math.isfinite(w) and w >= 1), "max_weight", "a number >= 1")
-        for name in ("start_iter", "ramp_iters", "min_rows"):
+        require(0 <= self.shrink <= 1, "shrink", "0 <= shrink <= 1")
+        tau = self.adaptive_tau
+        require(math.isfinite(tau) and tau > 0, "adaptive_tau", "a number > 0")
+        for name in ("start_iter", "ramp_iters", "min_rows", "probe_interval"):
             require(getattr(self, name) >= 0, name, "a whole number >= 0")
         for f in fields(self):
             choices = getattr(f.type, "__args__", ()) if "Literal" in str(f.type) else ()
             require(not choices or getattr(self, f.name) in choices, f.name, f"one of {list(choices)}")
+        if self.when == "forward" and self.score in ("grad-sq", "grad-abs"):
+            found.append(
+                f"{flag_of('when')}: found 'forward', allowed is 'backward' with {flag_of('score')} {self.score}: "
+                "gradients are not known in forward"
+            )
+        if self.adaptive:
+            found += self._problems_of_adaptive()
         try:
             parse_layers(self.layers)
         except ValueError as error:
             found.append(f"{flag_of('layers')}: {error}")
         return found
+
+    def _problems_of_adaptive(self) -> list[str]:
+        against = {
+            "retention": (not self.enabled, "a value below 1, the lowest it may go to"),
+            "selection": (self.selection == "topk", "unbiased, since topk adds no sampling variance to go by"),
+            "score": (self.score == "grad-abs", "another, since the variance needs the gradients' norms"),
+            "ramp_iters": (self.ramp_iters > 0, "0, since retention comes down by itself"),
+        }
+        return [
+            f"{flag_of(name)}: found {getattr(self, name)!r}, allowed with {flag_of('adaptive')} is {allowed}"
+            for name, (refused, allowed) in against.items()
+            if refused
+        ]
 
     @property
     def enabled(self) -> bool:
@@ -139,6 +193,12 @@ class LrmConfig:
     def budget_bytes(self) -> int | None:
         """``budget_gib`` in whole bytes."""
         return None if self.budget_gib is None else int(Fraction(repr(self.budget_gib)) * 2**30)
+
+    @property
+    def needs_alpha_at_source(self) -> bool:
+        """Whether backward needs the combine weights on the ranks whose tokens they are."""
+        chosen_there = self.scope == "source" and self.when == "backward"
+        return self.router_grad == "baseline" or (self.score == "alpha" and chosen_there)
 
     @property
     def limits_rows(self) -> bool:

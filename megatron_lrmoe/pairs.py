@@ -39,7 +39,8 @@ class KeptRows:
 
     Args:
         rows_M: (M,) int64, ascending row numbers.
-        weight_M: (M,) fp32, factor on each kept row's gradient: 1 with topk, 1/probability with unbiased.
+        weight_M: (M,) fp32, factor on each kept row's gradient: 1 with topk, 1/probability with unbiased, between
+            the two with a shrink below 1.
         counts_e: kept rows of each segment (expert, or source and expert) the rows were chosen from.
     """
 

@@ -65,6 +65,13 @@ class ReferenceLayer:
             score_TE[t, e] = torch.outer(probs_TE[t, e] * g_TD[t], phi_F).square().sum()
         return score_TE
 
+    def forward_scores(self, x_TD: torch.Tensor, probs_TE: torch.Tensor, map_TE: torch.Tensor) -> torch.Tensor:
+        """(T, E) alpha^2 |phi|^2, what of the score is known in forward; NaN where nothing is routed."""
+        score_TE = torch.full_like(probs_TE, torch.nan)
+        for t, e in map_TE.nonzero().tolist():
+            score_TE[t, e] = (probs_TE[t, e] * self.pair(x_TD[t], e)[1]).square().sum()
+        return score_TE
+
     def backward(
         self,
         x_TD: torch.Tensor,
@@ -87,6 +94,30 @@ class ReferenceLayer:
             grads.dprobs_TE[t, e] += da_F @ phi_F
             grads.dx_TD[t] += self.fc1[e].t() @ dz_G
         return grads
+
+    def baseline_dprobs(
+        self,
+        x_TD: torch.Tensor,
+        probs_TE: torch.Tensor,
+        map_TE: torch.Tensor,
+        g_TD: torch.Tensor,
+        kept_TE: torch.Tensor,
+    ) -> torch.Tensor:
+        """(T, E) gradients of the combine weights: exact for kept pairs, one common value for a token's dropped ones.
+
+        The common value makes sum_u alpha_u dalpha_u over the token what it is, <g, o>. It is 0 where the dropped
+        pairs' alphas sum to 0.
+        """
+        out_TD = self.forward(x_TD, probs_TE, map_TE)
+        exact_TE = self.backward(x_TD, probs_TE, g_TD, map_TE.to(probs_TE)).dprobs_TE
+        dprobs_TE = torch.zeros_like(probs_TE)
+        for t in range(map_TE.shape[0]):
+            kept, dropped = map_TE[t] & kept_TE[t], map_TE[t] & ~kept_TE[t]
+            dprobs_TE[t, kept] = exact_TE[t, kept]
+            left = g_TD[t] @ out_TD[t] - probs_TE[t, kept] @ exact_TE[t, kept]
+            share = probs_TE[t, dropped].sum()
+            dprobs_TE[t, dropped] = left / share if share > 0 else 0.0
+        return dprobs_TE
 
 
 def keep_best(score_TE: torch.Tensor, map_TE: torch.Tensor, retention: Fraction) -> torch.Tensor:

@@ -283,10 +283,9 @@ def watching_flows(record: list[Any]) -> Iterator[None]:
 
     original = PairFlow.unpermute_backward
 
-    def unpermute_backward(flow: PairFlow, g_TD: torch.Tensor) -> Any:
-        result = original(flow, g_TD)
-        rows = flow.sent.rows_M
-        record.append((flow.plan, flow.token_P[rows], flow.expert_P[rows], flow.sent.weight_M))
+    def unpermute_backward(flow: PairFlow, *rows_TD: torch.Tensor) -> Any:
+        result = original(flow, *rows_TD)
+        record.append((flow, flow.sent))
         return result
 
     PairFlow.unpermute_backward = unpermute_backward
@@ -350,9 +349,10 @@ def forward_backward(layer: Any, case: Case, around_backward: AbstractContextMan
     probs_TE, map_TE = routed[-1]
     plan, kept_TE = None, None
     if flows:
-        plan, token_M, expert_M, weight_M = flows[-1]
+        flow, sent = flows[-1]
+        plan = flow.plan
         kept_TE = torch.zeros(map_TE.shape, dtype=torch.float64)
-        kept_TE[token_M, expert_M] = weight_M.double()
+        kept_TE[flow.token_P[sent.rows_M], flow.expert_P[sent.rows_M]] = weights_of(flow, sent).double()
     first = layer.local_expert_indices[0]
     return Result(
         out_TD=out.detach().squeeze(1),
@@ -366,6 +366,15 @@ def forward_backward(layer: Any, case: Case, around_backward: AbstractContextMan
         plan=plan,
         experts=range(first, first + len(layer.local_expert_indices)),
     )
+
+
+def weights_of(flow: Any, sent: Any) -> torch.Tensor:
+    """(M,) weights of a source's kept pairs, which are the owners' where pairs are chosen in forward: one exchange."""
+    if flow.early is None:
+        return sent.weight_M
+    kept = flow.early.kept
+    weight_N = kept.weight_M.new_zeros(sum(flow.counts_e)).index_copy_(0, kept.rows_M, kept.weight_M)
+    return flow.exchange.to_sources(weight_N)[sent.rows_M]
 
 
 def _expert_gradients(layer: Any, name: str) -> torch.Tensor:

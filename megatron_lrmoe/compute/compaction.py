@@ -68,11 +68,19 @@ def pack_rows(rows_of: torch.Tensor, index_M: torch.Tensor, weight_M: torch.Tens
         (M, D) in the rows' dtype.
     """
     packed_MD = rows_of.index_select(0, index_M)
-    if weight_M is None:
-        return packed_MD
-    if packed_MD.dtype == weight_M.dtype:
-        return packed_MD.mul_(weight_M.unsqueeze(1))
-    return (packed_MD * weight_M.unsqueeze(1)).to(packed_MD.dtype)
+    return packed_MD if weight_M is None else weigh_rows(packed_MD, weight_M)
+
+
+def weigh_rows(rows_MD: torch.Tensor, weight_M: torch.Tensor) -> torch.Tensor:
+    """Each row times its weight, rounded once to the rows' dtype; in place where the weights are of that dtype.
+
+    Args:
+        rows_MD: (M, D), given up by the caller.
+        weight_M: (M,).
+    """
+    if rows_MD.dtype == weight_M.dtype:
+        return rows_MD.mul_(weight_M.unsqueeze(1))
+    return (rows_MD * weight_M.unsqueeze(1)).to(rows_MD.dtype)
 
 
 def add_rows(rows_MD: torch.Tensor, index_M: torch.Tensor, num_tokens: int) -> torch.Tensor:

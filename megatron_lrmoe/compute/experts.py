@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from megatron_lrmoe.compute.activation import Activation
-from megatron_lrmoe.compute.flow import PairFlow, phantom
+from megatron_lrmoe.compute.flow import PairFlow
 from megatron_lrmoe.compute.grouped import Backend, rows_times_weights, weight_grads
+from megatron_lrmoe.compute.stage import phantom
+from megatron_lrmoe.pairs import KeptRows
 from megatron_lrmoe.recalibration.score import row_norm_sq
 
 
@@ -47,8 +49,8 @@ def expert_mlp(
         alpha_N: (N,) combine weights, usually fp32.
         weights: see ExpertWeights.
         activation: what lies between fc1 and fc2.
-        flow: of this forward call; it is told the row norms of fc2's input, and in backward gives the kept
-            gradient rows and takes their dx and dalpha.
+        flow: of this forward call; it is told the row norms of fc2's input, may then name the rows that alone are to
+            be saved, and in backward gives the kept gradient rows and takes their dx and dalpha.
         backend: of the grouped GEMMs.
 
     Returns:
@@ -63,7 +65,8 @@ class _ExpertMLP(torch.autograd.Function):
     def forward(ctx: Any, args: tuple, x_ND: torch.Tensor, alpha_N: torch.Tensor, *_: torch.Tensor):
         weights, activation, flow, backend = args
         y_ND = x_ND.new_empty(x_ND.shape[0], weights.fc2[0].shape[0])
-        z_parts, norms = [], []
+        z_parts: list[torch.Tensor] = []
+        norms: list[torch.Tensor] = []
         for some, counts, rows in _expert_slices(flow.counts_e, backend):
             z = rows_times_weights(x_ND[rows], weights.fc1[some], counts, backend, transpose=True)
             phi = activation(z)
@@ -71,41 +74,67 @@ class _ExpertMLP(torch.autograd.Function):
             norms.append(row_norm_sq(a))
             rows_times_weights(a, weights.fc2[some], counts, backend, transpose=True, out=y_ND[rows])
             z_parts.append(z)
-        flow.attach_experts(torch.cat(norms))
-        ctx.args = args
+        kept = flow.attach_experts(torch.cat(norms), alpha_N)
+        ctx.args, ctx.saves_kept_only = args, kept is not None
+        ctx.x_like, ctx.alpha_like = ((v.shape, v.dtype, v.device) for v in (x_ND, alpha_N))
+        if kept is not None:
+            x_ND, alpha_N, z_parts = _only_kept(kept, x_ND, alpha_N, z_parts, backend, flow.counts_e)
         ctx.save_for_backward(x_ND, alpha_N, *z_parts)
         return y_ND
 
     @staticmethod
     def backward(ctx: Any, *phantoms: torch.Tensor):  # the rows are on the flow
         weights, activation, flow, backend = ctx.args
-        x_ND, alpha_N, *z_parts = ctx.saved_tensors
+        x_saved, alpha_saved, *z_parts = ctx.saved_tensors
         kept, g_MD = flow.take_kept_gradient()
         wants_dx, wants_dalpha, *wants_dw = ctx.needs_input_grad[1:]
         dx_MD = torch.empty_like(g_MD) if wants_dx else None
-        dalpha_M = alpha_N.new_empty(g_MD.shape[0])
+        dalpha_M = alpha_saved.new_empty(g_MD.shape[0])
+        probe = flow.bias_probe(g_MD) if any(wants_dw) else None
         dw1: list[torch.Tensor | None] = []
         dw2: list[torch.Tensor | None] = []
         all_slices = _expert_slices(flow.counts_e, backend)
         kept_slices = _expert_slices(kept.counts_e, backend)
-        for z_all, (some, _, rows), (_, counts, part) in zip(z_parts, all_slices, kept_slices, strict=True):
-            index, g = kept.rows_M[part], g_MD[part]
-            da = rows_times_weights(g, weights.fc2[some], counts, backend, transpose=False)
+
+        def kept_rows_of(saved: torch.Tensor, part: slice) -> torch.Tensor:
             # index_select, not [index]: advanced indexing takes twice as long to gather whole rows on a CPU.
-            z, alpha = z_all.index_select(0, index - rows.start), alpha_N.index_select(0, index)
-            a, dz, dalpha_M[part] = activation.backward(z, alpha, da)
+            return saved[part] if ctx.saves_kept_only else saved.index_select(0, kept.rows_M[part])
+
+        for z_saved, (some, _, rows), (_, counts, part) in zip(z_parts, all_slices, kept_slices, strict=True):
+            g = g_MD[part]
+            da = rows_times_weights(g, weights.fc2[some], counts, backend, transpose=False)
+            z = z_saved if ctx.saves_kept_only else z_saved.index_select(0, kept.rows_M[part] - rows.start)
+            a, dz, dalpha_M[part] = activation.backward(z, kept_rows_of(alpha_saved, part), da)
             if any(wants_dw):
-                x = x_ND.index_select(0, index)
+                x = kept_rows_of(x_saved, part)
+                if probe is not None:
+                    probe.add(weight_grads(probe.masked(g, part), a, counts, backend))
                 dw2 += _deliver(weights, weights.fc2[some], weight_grads(g, a, counts, backend))
                 dw1 += _deliver(weights, weights.fc1[some], weight_grads(dz, x, counts, backend))
             if dx_MD is not None:
                 rows_times_weights(dz, weights.fc1[some], counts, backend, transpose=False, out=dx_MD[part])
+        if probe is not None:
+            flow.give_probe(probe)
         flow.give_row_gradients(dx_MD, dalpha_M)
         grads = (dw1 + dw2) or [None] * len(wants_dw)
         grads = [grad if wanted else None for grad, wanted in zip(grads, wants_dw, strict=True)]
-        dx = phantom(x_ND.shape, x_ND.dtype, x_ND.device) if wants_dx else None
-        dalpha = phantom(alpha_N.shape, alpha_N.dtype, alpha_N.device) if wants_dalpha else None
+        dx = phantom(*ctx.x_like) if wants_dx else None
+        dalpha = phantom(*ctx.alpha_like) if wants_dalpha else None
         return None, dx, dalpha, *grads
+
+
+def _only_kept(
+    kept: KeptRows,
+    x_ND: torch.Tensor,
+    alpha_N: torch.Tensor,
+    z_parts: Sequence[torch.Tensor],
+    backend: Backend,
+    counts_e: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Copies of the kept rows, so that the whole tensors can be freed."""
+    slices = zip(z_parts, _expert_slices(counts_e, backend), _expert_slices(kept.counts_e, backend), strict=True)
+    z_kept = [z.index_select(0, kept.rows_M[part] - rows.start) for z, (_, _, rows), (_, _, part) in slices]
+    return x_ND.index_select(0, kept.rows_M), alpha_N.index_select(0, kept.rows_M), z_kept
 
 
 def _expert_slices(counts: Sequence[int], backend: Backend) -> list[tuple[slice, Sequence[int], slice]]:

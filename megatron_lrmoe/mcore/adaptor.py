@@ -15,6 +15,11 @@ What is replaced when the first config asks for the plugin:
 
 - ``MoEMetricsTracker.report``: adds our scalars to its line.
 - ``MoELayer.__init__``: refuses a layer that is not ours, so that no spec made elsewhere trains it in full.
+
+What is replaced when the first config has ``--moe-lrm-adaptive``, in ``megatron.training``:
+
+- ``training.training_log``: afterwards, each layer's retention takes its step.
+- ``checkpointing.check_checkpoint_args``: takes the retention from a checkpoint's arguments.
 """
 
 import importlib
@@ -69,6 +74,7 @@ NEEDED = (
 """(module, name) of what our classes call or override: an override of what is gone would never run."""
 
 _active = False
+_adapts = False
 
 
 def install() -> None:
@@ -150,6 +156,8 @@ def _with_settings(stock: Any) -> Any:
         if settings.enabled:
             config.moe_lrm = settings
             _activate(settings)
+            if settings.adaptive:
+                _adapt()
         return config
 
     return core_transformer_config_from_args
@@ -216,6 +224,19 @@ def _activate(settings: LrmConfig) -> None:
             _version(),
             ", ".join(places),
         )
+
+
+def _adapt() -> None:
+    """What the first config with ``--moe-lrm-adaptive`` sets in motion."""
+    global _adapts
+    if _adapts:
+        return
+    _adapts = True
+    _find("megatron.training.training", "training_log")
+    _find("megatron.training.checkpointing", "check_checkpoint_args")
+    from megatron_lrmoe.mcore import adaptive
+
+    adaptive.install()
 
 
 def _refusing_others(stock_init: Any) -> Any:

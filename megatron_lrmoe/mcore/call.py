@@ -1,6 +1,7 @@
 """One forward call of a layer, from its routing to its settled quotas."""
 
 from fractions import Fraction
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -8,7 +9,7 @@ from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_lrmoe.compute.flow import PairFlow
 from megatron_lrmoe.config import LrmConfig
-from megatron_lrmoe.mcore import metrics
+from megatron_lrmoe.mcore import adaptive, metrics
 from megatron_lrmoe.pairs import DrawKey
 from megatron_lrmoe.recalibration.balance import RowBytes
 from megatron_lrmoe.recalibration.plan import KeepPlan
@@ -63,5 +64,15 @@ class LayerCall:
             rank=dist.get_rank(self.flow.group),
             row_bytes=self.row_bytes,
         )
+        # A function and not a method: a flow that held its call would be freed by the garbage collector only.
+        self.flow.report = partial(_report, plan)
         self.flow.settle(plan, routing_map_TE)
         metrics.record(plan)
+
+
+def _report(plan: KeepPlan, kind: str, sums: torch.Tensor) -> None:
+    layer, config = plan.key.layer, plan.config
+    metrics.record_cost(layer, config.selection == "topk", kind, sums)
+    # A call that probes drops nothing, which says nothing about dropping.
+    if config.adaptive and kind == "selection" and not plan.probes:
+        adaptive.observe(layer, sums)

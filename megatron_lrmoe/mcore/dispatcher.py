@@ -5,7 +5,8 @@ from typing import Any, cast
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from megatron_lrmoe.compute.flow import PairFlow, Stage
+from megatron_lrmoe.compute.flow import PairFlow
+from megatron_lrmoe.compute.stage import OutputStage, Stage
 from megatron_lrmoe.mcore.call import LayerCall
 
 
@@ -42,12 +43,15 @@ class LRMAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
         permute = super().dispatch_preprocess
         shape = hidden_states.shape
-        return Stage.apply(
+        x_PD, alpha_P = Stage.apply(
             lambda x_TD, probs_TE: permute(x_TD.view(shape), routing_map, probs_TE),
             self.call.flow.permute_backward,
             hidden_states.view(-1, shape[-1]),
             probs,
         )
+        if self.call.config.needs_alpha_at_source:
+            self.call.flow.attach_alpha(alpha_P)
+        return x_PD, alpha_P
 
     def token_dispatch(self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor):
         """Send rows to the owners of their experts."""
@@ -76,6 +80,7 @@ class LRMAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         """Bring the experts' output rows from expert to wire order."""
         if self.call is not None:
             self.call.flow.share_norms()
+            self.call.flow.share_choice()
         return self._stage(super().combine_preprocess, PairFlow.unsort_backward, hidden_states)
 
     def token_combine(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -84,10 +89,17 @@ class LRMAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return self._stage(lambda y: combine(y, *args, **kwargs), PairFlow.combine_backward, hidden_states)
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
-        """Sum each token's rows; in backward this is where the gradient arrives and pairs are chosen."""
-        output = self._stage(super().combine_postprocess, PairFlow.unpermute_backward, permutated_local_input_tokens)
+        """Sum each token's rows; in backward this is where the gradient arrives and pairs are chosen.
+
+        The result is the routed output alone: shared experts are added later, to a new tensor (moe_layer.py:588);
+        their overlapped form, which would add them here, is refused.
+        """
+        run, call = super().combine_postprocess, self.call
+        if call is None:
+            return run(permutated_local_input_tokens)
         self.call = None
-        return output
+        stage = OutputStage if call.config.router_grad == "baseline" else Stage
+        return stage.apply(run, call.flow.unpermute_backward, permutated_local_input_tokens)
 
     def _stage(self, run: Any, back: Any, *tensors: torch.Tensor) -> Any:
         if self.call is None:

@@ -1,5 +1,6 @@
 """MoELayer whose backward keeps only the most valuable pairs."""
 
+from fractions import Fraction
 from typing import cast
 
 import torch
@@ -9,7 +10,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron_lrmoe.config import LrmConfig
-from megatron_lrmoe.mcore import clock
+from megatron_lrmoe.mcore import adaptive, clock, metrics
 from megatron_lrmoe.mcore.call import LayerCall
 from megatron_lrmoe.mcore.dispatcher import LRMAlltoAllTokenDispatcher
 from megatron_lrmoe.mcore.experts import LRMSequentialMLP, LRMTEGroupedMLP
@@ -45,8 +46,14 @@ class LRMoELayer(MoELayer):
         # Groups that average their gradients draw differently: their errors then average out too.
         self._data_parallel_index = torch.distributed.get_rank(groups.expt_dp)
         self._iteration, self._microbatch = -1, 0
+        adaptive.restart()
         self._row_bytes = RowBytes.of(
-            config.hidden_size, config.moe_ffn_hidden_size, config.gated_linear_unit, config.params_dtype.itemsize
+            config.hidden_size,
+            config.moe_ffn_hidden_size,
+            config.gated_linear_unit,
+            config.params_dtype.itemsize,
+            config.moe_router_topk if settings.router_grad == "baseline" else None,
+            settings.when == "forward",
         )
         _become_ours(self.token_dispatcher)
         _become_ours(self.experts)
@@ -90,10 +97,18 @@ class LRMoELayer(MoELayer):
             data_parallel=self._data_parallel_index,
         )
         self._microbatch += 1
-        retention = retention_at(self.lrm_config, iteration)
-        if (retention == 1 or not self.lrm_config.covers_layer(layer)) and not self.always_compact:
+        covered = self.lrm_config.covers_layer(layer)
+        retention = self._retention(layer, iteration) if covered or self.always_compact else Fraction(1)
+        if retention == 1 and not self.always_compact:
             return None
         return LayerCall(self.lrm_config, key, retention, self.ep_group, self._row_bytes)
+
+    def _retention(self, layer: int, iteration: int) -> Fraction:
+        if not self.lrm_config.adaptive:
+            return retention_at(self.lrm_config, iteration)
+        retention = adaptive.retention_of(self.lrm_config, layer, iteration)
+        metrics.record_retention(layer, retention)
+        return retention
 
 
 def _become_ours(part) -> None:

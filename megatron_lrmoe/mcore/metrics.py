@@ -1,20 +1,57 @@
-"""Kept share, kept rows, load imbalance and rows over a limit, on Megatron's MoE console line, TensorBoard and W&B."""
+"""What is kept and what dropping costs, on Megatron's MoE console line, TensorBoard and W&B.
+
+Known in forward, from host integers: kept share, kept rows, load imbalance, rows over a limit. Summed up in backward,
+on the device, with R a pair's squared fc2 gradient norm (not with the score grad-abs, whose g norms are not known):
+
+- dropped_mass: sum of R over dropped pairs / sum of R over all.
+- variance_ratio: variance that the draw adds to the fc2 gradients (``recalibration/quality.py``) / sum of R. The
+  denominator estimates the noise that a gradient has anyway: it is what the gradient's squared norm would be if its
+  pairs had nothing in common.
+- cap_hits: share of kept pairs whose 1/probability is at ``--moe-lrm-max-weight`` or above.
+
+With ``--moe-lrm-when forward`` only kept pairs' g is known. So with unbiased the sums of R are estimated from kept
+pairs, each standing for 1/probability pairs; with topk dropped_mass and variance_ratio are not reported.
+
+With ``--moe-lrm-adaptive``, retention: what the layers' retention was, their mean over layers and iterations.
+
+From calls that probe (``--moe-lrm-probe-interval``), whatever the selection of the run:
+
+- kappa: squared norm of the sum of those gradients that topk drops / the sum of their squared norms; 1 if they had
+  nothing in common, more if they point the same way.
+- topk_dropped_mass, unbiased_variance: what the first two would be with topk and with unbiased.
+"""
 
 import inspect
+import logging
 from collections.abc import Sequence
+from fractions import Fraction
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_lrmoe.compute.bias import PROBE_SUMS
+from megatron_lrmoe.config import flag_of
 from megatron_lrmoe.recalibration.plan import KeepPlan
+from megatron_lrmoe.recalibration.quality import SELECTION_SUMS
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "moe-lrm/"
 
-_COLUMNS = 7
-_CALLS, _ROWS, _KEPT, _PEAK_ROWS, _PEAK_KEPT, _LIMITED, _OVER = range(_COLUMNS)
+MOMENTUM_STEPS = 19
+"""Steps that Adam's running mean of gradients averages: (1 + b) / (1 - b) with its usual b = 0.9."""
+
+_HOST = ("calls", "rows", "kept", "peak_rows", "peak_kept", "limited", "over")
+_DEVICE = {"selection": SELECTION_SUMS, "probe": PROBE_SUMS}
+_LAST = ("retention", "asked", "topk_probes")
+_NAMES = (*_HOST, *(f"{kind}_{name}" for kind, names in _DEVICE.items() for name in names), *_LAST)
 _sums: dict[int, list[float]] = {}
+_costs: dict[tuple[int, str], torch.Tensor] = {}
+_retentions: dict[int, list[float]] = {}
+_topk_probes: dict[int, int] = {}
+_has_advised = False
 
 
 def record(plan: KeepPlan) -> None:
@@ -26,15 +63,39 @@ def record(plan: KeepPlan) -> None:
     rows_R, kept_R, limit_R = plan.rows_R, plan.kept_R, plan.limit_R
     over = 0 if limit_R is None else max(0, (kept_R - limit_R).max())
     new = [1, rows_R.mean(), kept_R.mean(), rows_R.max(), kept_R.max(), limit_R is not None, over]
-    old = _sums.setdefault(plan.key.layer, [0.0] * _COLUMNS)
+    old = _sums.setdefault(plan.key.layer, [0.0] * len(_HOST))
     _sums[plan.key.layer] = [a + b for a, b in zip(old, new, strict=True)]
 
 
-def collect(num_layers: int, device: torch.device | str | int, per_layer: bool) -> dict[str, float]:
-    """Sum what all ranks recorded since the last call, and forget it.
+def record_retention(layer: int, retention: Fraction) -> None:
+    """Add the retention that one forward call of a layer was given."""
+    total, asked = _retentions.get(layer, [0.0, 0])
+    _retentions[layer] = [total + float(retention), asked + 1]
 
-    Shares are quotients of sums, never means of quotients, so ranks without rows cannot make them undefined;
-    where nothing was routed nothing is reported.
+
+def record_cost(layer: int, topk: bool, kind: str, sums: torch.Tensor) -> None:
+    """Add what the backward of one layer call cost. The numbers stay on the device until they are collected.
+
+    Args:
+        layer: number from 1.
+        topk: whether the run selects by top-k.
+        kind: 'selection' or 'probe'.
+        sums: in the order of ``SELECTION_SUMS`` or ``PROBE_SUMS``.
+    """
+    old = _costs.get((layer, kind))
+    _costs[layer, kind] = sums if old is None else old + sums
+    if kind == "probe" and topk:
+        _topk_probes[layer] = _topk_probes.get(layer, 0) + 1
+
+
+def forget() -> None:
+    """Drop everything recorded since the last ``collect``."""
+    for recorded in (_sums, _costs, _retentions, _topk_probes):
+        recorded.clear()
+
+
+def collect(num_layers: int, device: torch.device | str | int, per_layer: bool) -> dict[str, float]:
+    """Figures of what all ranks recorded since the last call, which is then forgotten; see ``reduced``.
 
     Args:
         num_layers: layers of the whole model, so that every pipeline stage brings a tensor of one size.
@@ -43,37 +104,118 @@ def collect(num_layers: int, device: torch.device | str | int, per_layer: bool) 
 
     Returns:
         Scalars by name.
+    """
+    return scalars_of(reduced(num_layers, device), per_layer)
+
+
+def reduced(num_layers: int, device: torch.device | str | int) -> list[dict[str, float]]:
+    """Sum what all ranks recorded since the last call, and forget it: one dict of sums for each layer number from 0.
 
     Raises:
         RuntimeError: a layer recorded under a number above ``num_layers``.
     """
-    if beyond := [layer for layer in _sums if layer > num_layers]:
+    layers = {*_sums, *_retentions, *(layer for layer, _ in _costs)}
+    if beyond := sorted(layer for layer in layers if layer > num_layers):
         raise RuntimeError(f"found MoE layers {beyond}, allowed are numbers up to {num_layers}")
-    sums = torch.zeros(num_layers + 1, _COLUMNS, dtype=torch.float64)
+    sums = torch.zeros(num_layers + 1, len(_NAMES), dtype=torch.float64)
     for layer, values in _sums.items():
-        sums[layer] += torch.tensor(values, dtype=torch.float64)
-    _sums.clear()
+        sums[layer, : len(_HOST)] = torch.tensor(values, dtype=torch.float64)
+    for layer, values in _retentions.items():
+        sums[layer, -3:-1] = torch.tensor(values, dtype=torch.float64)
+    for layer, times in _topk_probes.items():
+        sums[layer, -1] = times
     sums = sums.to(device)
+    for (layer, kind), values in _costs.items():
+        first = _NAMES.index(f"{kind}_{_DEVICE[kind][0]}")
+        sums[layer, first : first + len(values)] = values.to(sums)
+    forget()
     dist.all_reduce(sums)
-    table: list[list[float]] = sums.tolist()
-    scalars = _figures([sum(column) for column in zip(*table, strict=True)], "")
-    for layer, values in enumerate(table if per_layer else []):
-        scalars |= _figures(values, f"_layer_{layer}")
+    return [dict(zip(_NAMES, values, strict=True)) for values in sums.tolist()]
+
+
+def scalars_of(table: Sequence[dict[str, float]], per_layer: bool) -> dict[str, float]:
+    """Scalars by name, of all layers together and, if ``per_layer``, of each.
+
+    Shares are quotients of sums, never means of quotients, so ranks without rows cannot make them undefined;
+    where nothing was routed nothing is reported.
+    """
+    scalars = _figures({name: sum(sums[name] for sums in table) for name in _NAMES}, "")
+    for layer, sums in enumerate(table if per_layer else []):
+        scalars |= _figures(sums, f"_layer_{layer}")
     return scalars
 
 
-def _figures(sums: Sequence[float], suffix: str) -> dict[str, float]:
-    if not sums[_ROWS]:
-        return {}
-    figures = {
-        f"{PREFIX}kept_share{suffix}": sums[_KEPT] / sums[_ROWS],
-        f"{PREFIX}rows_kept{suffix}": sums[_KEPT] / sums[_CALLS],
-        f"{PREFIX}imbalance{suffix}": sums[_PEAK_ROWS] / sums[_ROWS],
-        f"{PREFIX}imbalance_kept{suffix}": sums[_PEAK_KEPT] / sums[_KEPT],
-    }
-    if sums[_LIMITED]:
-        figures[f"{PREFIX}rows_over_limit{suffix}"] = sums[_OVER] / sums[_LIMITED]
+def _figures(s: dict[str, float], suffix: str) -> dict[str, float]:
+    figures: dict[str, float] = {}
+
+    def quotient(name: str, part: float, whole: float) -> None:
+        if whole:
+            figures[f"{PREFIX}{name}{suffix}"] = part / whole
+
+    if s["rows"]:
+        quotient("kept_share", s["kept"], s["rows"])
+        quotient("rows_kept", s["kept"], s["calls"])
+        quotient("imbalance", s["peak_rows"], s["rows"])
+        quotient("imbalance_kept", s["peak_kept"], s["kept"])
+        quotient("rows_over_limit", s["over"], s["limited"])
+    quotient("retention", s["retention"], s["asked"])
+    quotient("dropped_mass", s["selection_dropped"], s["selection_mass"])
+    quotient("variance_ratio", s["selection_variance"], s["selection_mass"])
+    if s["selection_capped"]:
+        quotient("cap_hits", s["selection_capped"], s["selection_kept"])
+    quotient("kappa", s["probe_bias"], s["probe_dropped"])
+    quotient("topk_dropped_mass", s["probe_dropped"], s["probe_mass"])
+    quotient("unbiased_variance", s["probe_variance"], s["probe_mass"])
     return figures
+
+
+def topk_advice(table: Sequence[dict[str, float]], draws: int) -> str | None:
+    """What to say to a run that selects by top-k although a draw would cost it less; None if nothing.
+
+    Of the dropped pairs' gradients, sum to the squared norm B, R of them to D: were they independent of each other, B
+    would be D. So D is noise that averages out over h gradients, and B - D is bias, which does not. A draw's variance
+    V averages out. Top-k costs more where (B - D) + D / h > V / h, that is kappa > 1 + (V / D - 1) / h.
+
+    Args:
+        table: from ``reduced``.
+        draws: gradients averaged in one iteration, microbatches times data-parallel groups; h is ``MOMENTUM_STEPS``
+            times as many.
+    """
+    worst = None
+    for layer, s in enumerate(table):
+        if not s["topk_probes"] or not s["probe_dropped"]:
+            continue
+        horizon = MOMENTUM_STEPS * draws
+        kappa, rest = s["probe_bias"] / s["probe_dropped"], s["probe_variance"] / s["probe_dropped"]
+        bound = 1 + (rest - 1) / horizon
+        if kappa > bound and (worst is None or kappa - bound > worst[1] - worst[2]):
+            worst = layer, kappa, bound
+    if worst is None:
+        return None
+    layer, kappa, bound = worst
+    return (
+        f"{flag_of('selection')} topk: in layer {layer} the gradients that it drops point the same way, kappa "
+        f"{kappa:.2f}, and above {bound:.2f} that bias costs more than the noise of a draw; advised is "
+        f"{flag_of('selection')} unbiased, or a later {flag_of('start_iter')}, or a higher {flag_of('retention')}"
+    )
+
+
+def _advise(table: Sequence[dict[str, float]]) -> None:
+    """Give ``topk_advice`` once, on the first rank."""
+    global _has_advised
+    if _has_advised or not any(s["topk_probes"] for s in table) or dist.get_rank():
+        return
+    advice = topk_advice(table, _draws_per_iteration())
+    if advice is not None:
+        _has_advised = True
+        logger.warning(advice)
+
+
+def _draws_per_iteration() -> int:
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    return get_num_microbatches() * parallel_state.get_expert_data_parallel_world_size()
 
 
 def reporting(stock_report: Any, per_layer: bool) -> Any:
@@ -93,7 +235,9 @@ def reporting(stock_report: Any, per_layer: bool) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
         layers = (given.get("num_layers") or 0) + (given.get("mtp_num_layers") or 0)
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-        scalars = collect(layers, device, per_layer)
+        table = reduced(layers, device)
+        _advise(table)
+        scalars = scalars_of(table, per_layer)
         writer, wandb_writer = given.get("writer"), given.get("wandb_writer")
         if writer is not None:
             for name, value in scalars.items():

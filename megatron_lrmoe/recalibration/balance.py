@@ -22,6 +22,7 @@ class RowBytes:
 
     A routed row saves x (D b), fc1's output (G b), alpha and one norm (4 each), and index maps: its place on the
     wire, its expert and its token (8 each). The last two lie on its source, counted here as if that were the owner.
+    So does what the router's baseline keeps: alpha once more, and a token's output over its K pairs (D b / K).
 
     A kept row holds, from its arrival to the end of the experts' backward, g and dX (2 D b), alpha and dalpha (4
     each), and on both ends its number (8) and weight (4) and its place on the wire (8). On top of that comes the
@@ -30,6 +31,9 @@ class RowBytes:
     - the activation's backward, in numbers of c = max(b, 4) bytes: z and dz (2 G), da, silu, phi, dphi and two
       temporaries (6 F), and where b < 4 the b-byte z and da they were made from;
     - the last GEMM: z and dz (2 G b), da and a (2 F b), gathered x and the product before it is copied (2 D b).
+
+    Where pairs are chosen in forward, x, fc1's output, alpha and the norm are saved of kept rows only and are not
+    gathered again; each of those then also keeps 1/probability (4). A routed row's source keeps a byte instead.
 
     This is the grouped back end with SwiGLU; the loop back end, which takes one expert at a time, and other
     activations need no more.
@@ -43,13 +47,27 @@ class RowBytes:
     work: int
 
     @classmethod
-    def of(cls, hidden: int, ffn: int, gated: bool, item: int) -> "RowBytes":
-        """Bytes of a row with D = ``hidden``, F = ``ffn`` and numbers of ``item`` bytes."""
+    def of(
+        cls,
+        hidden: int,
+        ffn: int,
+        gated: bool,
+        item: int,
+        baseline_top_k: int | None = None,
+        chosen_in_forward: bool = False,
+    ) -> "RowBytes":
+        """Bytes of a row with D = ``hidden``, F = ``ffn``, numbers of ``item`` bytes; K if there is a baseline."""
         fc1 = 2 * ffn if gated else ffn
         exact = max(item, 4)
         activation = (2 * fc1 + 6 * ffn) * exact + ((fc1 + ffn) * item if item < exact else 0)
         gemm = 2 * (hidden + ffn + fc1) * item
-        saved = (hidden + fc1) * item + 2 * 4 + 3 * 8
+        activations = (hidden + fc1) * item + 2 * 4
+        saved = 3 * 8 + (1 if chosen_in_forward else activations)
+        if baseline_top_k is not None:
+            saved += 4 - (-hidden * item // baseline_top_k)
+        if chosen_in_forward:
+            activation += activations + 4 - fc1 * item
+            gemm += activations + 4 - (hidden + fc1) * item
         work = 2 * hidden * item + max(activation, gemm) + 2 * 4 + 2 * (8 + 4) + 8
         return cls(saved, work)
 

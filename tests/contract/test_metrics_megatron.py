@@ -25,7 +25,7 @@ def report_with_one_silent_rank(per_layer: bool) -> dict[str, Any]:
     from megatron_lrmoe.recalibration.plan import KeepPlan
 
     parallel(1)
-    metrics._sums.clear()
+    metrics.forget()
     if dist.get_rank() == 0:
         key = DrawKey(seed=0, iteration=0, microbatch=0, layer=2, data_parallel=0)
         metrics.record(KeepPlan(LrmConfig(retention=0.5), key, Fraction(3, 4), [[8, 4]], rank=0))

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import pytest
@@ -123,6 +123,7 @@ CASES = [
         (1, 2), ("expert", "source"), ("loop", "grouped"), ("unbiased", "topk")
     )
 ]
+CASES += [replace(case, lrm={**case.lrm, "when": "forward"}) for case in CASES if case.lrm["selection"] == "unbiased"]
 
 
 @dataclass(frozen=True)
@@ -213,13 +214,15 @@ def gemms_of_expert(m: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def test_every_wide_exchange_of_backward_carries_kept_rows(gloo2: Pool) -> None:
-    """Gradient rows, dX rows and dalpha; besides them only one scalar a pair to choose by."""
+    """Gradient rows, dX rows and dalpha; besides them only one scalar a pair to choose by, none if chosen before."""
     chosen = [case for case in CASES if case.expert_parallel == 2]
     for case, seen, numbers in by_case(gloo2, chosen):
         for did, n in zip(seen, numbers, strict=True):
             to_owners = Exchange(n.routed_to, n.held_from, 1)
             to_sources = Exchange(n.held_from, n.routed_to, 1)
             choosing = [to_owners, to_sources] if case.lrm["scope"] == "expert" else [to_owners]
+            if "when" in case.lrm:
+                choosing = []
             kept = [
                 Exchange(n.sent, n.kept_from, HIDDEN),  # g rows
                 Exchange(n.kept_from, n.sent, HIDDEN),  # dX rows

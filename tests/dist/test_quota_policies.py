@@ -100,7 +100,7 @@ def reported(case: Case) -> dict[str, float]:
     """Our figures after one call."""
     from megatron_lrmoe.mcore import metrics
 
-    metrics._sums.clear()  # what earlier cases in this worker have recorded
+    metrics.forget()  # what earlier cases in this worker have recorded
     layers.run(case)
     return metrics.collect(2, "cpu", per_layer=False)
 

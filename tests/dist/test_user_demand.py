@@ -126,7 +126,7 @@ def metrics_of(loads_by_rank: list[list[int]]) -> dict[str, float]:
 
     from megatron_lrmoe.mcore import metrics
 
-    metrics._sums.clear()  # what earlier cases in this worker have recorded
+    metrics.forget()  # what earlier cases in this worker have recorded
     loads_E = loads_by_rank[dist.get_rank()]
     key = DrawKey(seed=0, iteration=0, microbatch=0, layer=1)
     metrics.record(KeepPlan(LrmConfig(retention=0.5), key, LrmConfig(retention=0.5).retention_fraction, [loads_E], 0))

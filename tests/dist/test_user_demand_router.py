@@ -142,9 +142,9 @@ def alpha_of(case: Case, expert_bias: list[float] | None = None) -> tuple[torch.
     norms: list[torch.Tensor] = []
     attach = PairFlow.attach_experts
 
-    def attach_experts(flow: PairFlow, act_norm_sq_N: torch.Tensor) -> None:
+    def attach_experts(flow: PairFlow, act_norm_sq_N: torch.Tensor, alpha_N: torch.Tensor) -> None:
         norms.append(act_norm_sq_N)
-        attach(flow, act_norm_sq_N)
+        attach(flow, act_norm_sq_N, alpha_N)
 
     PairFlow.attach_experts = attach_experts
     try:

@@ -97,6 +97,7 @@ def test_only_chosen_layers_drop(gloo2, folder, usual):
         {"moe_lrm_selection": "topk", "moe_lrm_scope": "source"},
         {"moe_lrm_score": "random", "moe_lrm_min_rows": 8, "moe_lrm_max_weight": 4},
         {"bf16": True, "moe_lrm_gemm": "grouped"},
+        {"moe_lrm_when": "forward", "moe_lrm_router_grad": "baseline", "bf16": True, "moe_lrm_gemm": "grouped"},
         {
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
@@ -119,6 +120,12 @@ def usual(gloo2, folder) -> list[TrainingRun]:
     return train(gloo2, folder, train_iters=4, moe_lrm_retention=0.5)
 
 
+@pytest.fixture(scope="module")
+def chosen_early(gloo2, folder) -> list[TrainingRun]:
+    """The same with pairs chosen in forward."""
+    return train(gloo2, folder, train_iters=4, moe_lrm_retention=0.5, moe_lrm_when="forward")
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -127,8 +134,16 @@ def usual(gloo2, folder) -> list[TrainingRun]:
     ],
     ids=["full", "selective moe"],
 )
-def test_recompute_changes_no_bit(gloo2, folder, usual, flags):
-    assert equal(train(gloo2, folder, train_iters=4, moe_lrm_retention=0.5, **flags), usual)
+@pytest.mark.parametrize("when", ["backward", "forward"])
+def test_recompute_changes_no_bit(gloo2, folder, usual, chosen_early, flags, when):
+    run = train(gloo2, folder, train_iters=4, moe_lrm_retention=0.5, moe_lrm_when=when, **flags)
+    assert equal(run, usual if when == "backward" else chosen_early)
+
+
+def test_choosing_early_keeps_as_much_and_changes_no_first_loss(usual, chosen_early):
+    assert kept_shares(chosen_early[0]) == pytest.approx(kept_shares(usual[0]), abs=8 / 128)
+    assert torch.equal(chosen_early[0].losses[0], usual[0].losses[0])
+    assert not equal(chosen_early, usual)
 
 
 def test_distributed_optimizer_with_overlap_changes_no_loss(gloo2, folder):
@@ -162,6 +177,29 @@ def test_resume_and_checkpoints_both_ways(stock2, gloo2, folder, tmp_path):
     assert torch.equal(in_ours[0].losses[0], saved_by_stock[0].losses[5])
 
 
+def retentions(run: TrainingRun) -> list[float]:
+    return [float(re.search(r"moe-lrm/retention: ([0-9.]+)", line)[1]) for line in run.console]
+
+
+def test_adaptive_retention_goes_down_and_survives_a_resume_and_stock_megatron(stock2, gloo2, folder, tmp_path):
+    lrm = {"moe_lrm_retention": 0.97, "moe_lrm_adaptive": True, "moe_lrm_adaptive_tau": 0.05}
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    whole = train(gloo2, folder, train_iters=8, **lrm, save=ours, save_interval=4)
+    first, second, *later = retentions(whole[0])
+    assert (first, second) == (1, 0.99) and 0.97 <= min(later) < 0.99
+    resumed = train(gloo2, folder, train_iters=8, **lrm, load=ours, ckpt_step=4)
+    assert retentions(resumed[0]) == retentions(whole[0])[4:]
+    assert [r.weights for r in resumed] == [r.weights for r in whole]
+    # Without adapting, the same checkpoint is as good as any, and so it is to Megatron without us.
+    fixed = train(gloo2, folder, train_iters=8, moe_lrm_retention=0.97, load=ours, ckpt_step=4)
+    stock = train(stock2, folder, plugin=False, train_iters=8, load=ours, ckpt_step=4, save=theirs, save_interval=6)
+    for run in (fixed, stock):
+        assert torch.equal(run[0].losses[0], whole[0].losses[4])
+    # What was saved without it starts at 1.0.
+    anew = train(gloo2, folder, train_iters=8, **lrm, load=theirs, ckpt_step=6)
+    assert retentions(anew[0]) == [1, 0.99]
+
+
 def test_bad_flags_are_listed_at_once_before_a_model_exists(gloo2, folder):
     messages = gloo2(
         refused,
@@ -183,3 +221,41 @@ def refused(flags: list[str]) -> str:
     with pytest.raises(ValueError) as caught:
         training.run(flags)
     return str(caught.value)
+
+
+def train_and_listen(flags: list[str]) -> tuple[TrainingRun, list[str]]:
+    """A run, and what the metrics have warned of."""
+    import logging
+
+    from megatron_lrmoe.mcore import metrics
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    heard: list[str] = []
+    listener = Listener()
+    metrics._has_advised = False
+    metrics.logger.addHandler(listener)
+    try:
+        return training.run(flags), heard
+    finally:
+        metrics.logger.removeHandler(listener)
+
+
+def test_a_probe_every_second_iteration_is_reported_and_topk_advised_against_once(gloo2, folder):
+    """From scratch the dropped gradients point the same way: kappa is far above 1 in every layer."""
+    flags = {"expert_model_parallel_size": 2, "eval_iters": 0, "lr_decay_iters": 100, "train_iters": 5}
+    flags |= {"moe_lrm_retention": 0.8, "moe_lrm_selection": "topk", "moe_lrm_probe_interval": 2}
+    flags |= {"moe_lrm_router_grad": "baseline"}
+    ranks = gloo2(train_and_listen, tiny_args(folder, **flags), limit_s=120)
+    for run, _ in ranks:
+        kappas = [re.search(r"moe-lrm/kappa: ([0-9.]+)", line) for line in run.console]
+        assert [match is not None for match in kappas] == [True, False, True, False, True]
+        assert all(float(match[1]) > 1 for match in kappas if match)
+        shares = kept_shares(run)
+        # One of the two microbatches of a rank runs in full.
+        assert shares[0] > shares[1] + 0.03
+        assert all("moe-lrm/dropped_mass: " in line for line in run.console)
+    (_, first), (_, second) = ranks
+    assert len(first) == 1 and "--moe-lrm-selection unbiased" in first[0] and second == []

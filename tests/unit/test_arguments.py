@@ -83,7 +83,8 @@ def wide(prog: str) -> argparse.HelpFormatter:
 def test_flags_become_the_settings_they_name() -> None:
     words = "--moe-lrm-retention 0.7 --moe-lrm-selection topk --moe-lrm-score grad-sq --moe-lrm-scope source"
     words += " --moe-lrm-max-weight 8 --moe-lrm-min-rows 2 --moe-lrm-start-iter 10 --moe-lrm-ramp-iters 5"
-    words += " --moe-lrm-layers 2-3 --moe-lrm-gemm loop --moe-lrm-log-detail"
+    words += " --moe-lrm-layers 2-3 --moe-lrm-gemm loop --moe-lrm-log-detail --moe-lrm-probe-interval 50"
+    words += " --moe-lrm-shrink 0.5 --moe-lrm-router-grad baseline"
     words += " --moe-lrm-quota balanced --moe-lrm-min-retention 0.6 --moe-lrm-rank-rows 4096 --moe-lrm-budget-gib 1.5"
     assert config_from_args(run_args(*words.split())) == LrmConfig(
         retention=0.7,
@@ -101,6 +102,9 @@ def test_flags_become_the_settings_they_name() -> None:
         min_retention=0.6,
         rank_rows=4096,
         budget_gib=1.5,
+        probe_interval=50,
+        shrink=0.5,
+        router_grad="baseline",
     )
 
 
@@ -113,7 +117,7 @@ def test_a_namespace_without_our_attributes_is_off() -> None:
     assert config_from_args(Namespace()) == LrmConfig()
 
 
-@pytest.mark.parametrize("flag", ["selection", "quota", "score", "scope", "gemm"])
+@pytest.mark.parametrize("flag", ["selection", "quota", "score", "scope", "gemm", "router_grad"])
 def test_wrong_choices_are_refused_by_the_parser(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(flag_of(flag), "best")

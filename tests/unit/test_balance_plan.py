@@ -132,14 +132,15 @@ def test_a_budget_is_the_decimal_that_was_written(gib: float, expected: int):
     assert LrmConfig(budget_gib=gib).budget_bytes == expected
 
 
-def run_experts(rows: int, hidden: int, ffn: int, dtype: torch.dtype, saved: list[int]) -> torch.Tensor:
+def run_experts(rows: int, hidden: int, ffn: int, dtype: torch.dtype, saved: list[int], early: bool) -> torch.Tensor:
     """The output of one expert with grouped GEMMs whose backward will keep all rows but the last; and what it saves."""
     fc1, fc2 = (torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((2 * ffn, hidden), (hidden, ffn)))
     kept = KeptRows(torch.arange(rows - 1), torch.ones(rows - 1), (rows - 1,))
     g_MD = torch.randn(rows - 1, hidden).to(dtype)
     flow: Any = SimpleNamespace(
         counts_e=[rows],
-        attach_experts=lambda norm_N: saved.append(norm_N.nbytes),
+        attach_experts=lambda norm_N, alpha_N: saved.append(norm_N.nbytes) or (kept if early else None),
+        bias_probe=lambda g_MD: None,
         take_kept_gradient=lambda: (kept, g_MD),
         give_row_gradients=lambda dx_MD, dalpha_M: None,
     )
@@ -164,21 +165,30 @@ def peak_of_backward(y_ND: torch.Tensor, trace: Path) -> int:
     return peak
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(
     ("hidden", "ffn", "dtype"),
     [(64, 64, torch.bfloat16), (192, 64, torch.bfloat16), (64, 64, torch.float32), (256, 64, torch.float32)],
 )
 def test_bytes_of_a_row_are_those_that_the_experts_save_and_allocate(
-    hidden: int, ffn: int, dtype: torch.dtype, tmp_path: Path
+    hidden: int, ffn: int, dtype: torch.dtype, early: bool, tmp_path: Path
 ):
-    """The difference between two row counts: weight gradients and the like fall out of it."""
+    """The difference between two row counts: weight gradients and the like fall out of it.
+
+    Chosen in forward, what kept rows save counts with what they need in backward, and so does 1/probability.
+    """
     saved, peak = [], []
     for rows in (512, 1024):
         bytes_saved: list[int] = []
-        y_ND = run_experts(rows, hidden, ffn, dtype, bytes_saved)
+        y_ND = run_experts(rows, hidden, ffn, dtype, bytes_saved, early)
         saved.append(sum(bytes_saved))
         peak.append(peak_of_backward(y_ND, tmp_path / "trace.json"))
-    row = RowBytes.of(hidden, ffn, gated=True, item=dtype.itemsize)
+    row = RowBytes.of(hidden, ffn, gated=True, item=dtype.itemsize, chosen_in_forward=early)
     index_maps, wire, gradient = 3 * 8, 2 * (8 + 4) + 8, hidden * dtype.itemsize
-    assert (saved[1] - saved[0]) / 512 == row.saved - index_maps
-    assert (peak[1] - peak[0]) / 512 == pytest.approx(row.work - wire - gradient, rel=0.01)
+    saved_by_row, needed_by_row = (saved[1] - saved[0]) / 512, (peak[1] - peak[0]) / 512
+    if early:
+        assert row.saved == index_maps + 1
+        needed_by_row += saved_by_row + 4
+    else:
+        assert saved_by_row == row.saved - index_maps
+    assert needed_by_row == pytest.approx(row.work - wire - gradient, rel=0.01)

@@ -19,7 +19,8 @@ from megatron_lrmoe.compute.compaction import (
     wire_of_expert_order,
 )
 from megatron_lrmoe.compute.experts import ExpertWeights, expert_mlp
-from megatron_lrmoe.compute.flow import PairFlow, Stage, phantom
+from megatron_lrmoe.compute.flow import PairFlow
+from megatron_lrmoe.compute.stage import Stage, phantom
 from megatron_lrmoe.config import LrmConfig
 from megatron_lrmoe.pairs import DrawKey
 from megatron_lrmoe.recalibration.plan import KeepPlan

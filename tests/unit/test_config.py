@@ -28,11 +28,15 @@ def test_all_violations_come_in_one_error_with_flag_value_and_what_is_allowed() 
         "quota": "even",
         "rank_rows": 0,
         "budget_gib": 0.0,
+        "router_grad": "keep",
+        "when": "later",
         "score": "lrmoe",
         "scope": "rank",
         "max_weight": 0.5,
+        "shrink": -0.5,
         "min_retention": 1.5,
         "min_rows": -3,
+        "probe_interval": -1,
         "gemm": "cutlass",
     }
     with pytest.raises(ValueError) as caught:
@@ -54,6 +58,28 @@ def test_retention_out_of_range_is_refused_and_zero_is_not_unset(value: float) -
 def test_max_weight_out_of_range_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match=rf"^--moe-lrm-max-weight: found {value!r}, allowed is a number >= 1$"):
         LrmConfig(max_weight=value)
+
+
+@pytest.mark.parametrize("value", [-0.001, 1.001, math.nan, math.inf])
+def test_shrink_out_of_range_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=rf"^--moe-lrm-shrink: found {value!r}, allowed is 0 <= shrink <= 1$"):
+        LrmConfig(shrink=value)
+
+
+@pytest.mark.parametrize("score", ["grad-sq", "grad-abs"])
+def test_scores_of_gradients_are_refused_in_forward_naming_both_flags(score: str) -> None:
+    with pytest.raises(ValueError, match=r"^--moe-lrm-when: found 'forward', allowed is 'backward' with") as caught:
+        LrmConfig(when="forward", score=score)
+    assert f"--moe-lrm-score {score}" in str(caught.value)
+    for known in ("lrm", "alpha", "random"):
+        LrmConfig(when="forward", score=known)
+
+
+def test_alpha_is_kept_at_the_source_only_where_backward_needs_it() -> None:
+    assert not LrmConfig().needs_alpha_at_source and not LrmConfig(score="alpha").needs_alpha_at_source
+    assert LrmConfig(score="alpha", scope="source").needs_alpha_at_source
+    assert not LrmConfig(score="alpha", scope="source", when="forward").needs_alpha_at_source
+    assert LrmConfig(router_grad="baseline").needs_alpha_at_source
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
@@ -83,7 +109,9 @@ def test_min_retention_not_given_is_a_half_or_the_retention_where_that_is_less()
 
 
 def test_values_at_the_edges_are_allowed() -> None:
-    LrmConfig(retention=1.0, max_weight=1.0, start_iter=0, ramp_iters=0, min_rows=0, min_retention=1.0, rank_rows=1)
+    LrmConfig(
+        retention=1.0, max_weight=1.0, start_iter=0, ramp_iters=0, min_rows=0, min_retention=1.0, rank_rows=1, shrink=1
+    )
     LrmConfig(retention=1e-9, min_retention=0.0, budget_gib=1e-9)
 
 

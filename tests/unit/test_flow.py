@@ -37,7 +37,7 @@ def test_the_shortest_chain_is_taken():
 
 
 def test_earlier_shifts_are_taken_back_where_that_helps():
-    """Rank 0, which comes first, gives to rank 2; rank 1 can give to that rank only, so rank 0 has to give to rank 3."""
+    """Rank 0 comes first and gives to rank 2, the only one that rank 1 can give to; so rank 0 turns to rank 3."""
     expert, rank = [0, 0, 1, 1, 2, 2], [0, 2, 0, 3, 1, 2]
     after = route([8, 0, 8, 0, 8, 0], [8] * 6, expert, rank, [-4, -4, 4, 4])
     totals = [sum(rows for rows, r in zip(after, rank, strict=True) if r == n) for n in range(4)]

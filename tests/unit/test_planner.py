@@ -112,12 +112,23 @@ class TestOptions:
         assert planned([7, 1], Limits(backward=4), options=options).replicas == 1
 
     def test_a_candidate_with_more_slots_or_other_owners_is_not_used(self):
-        """With two slots rank 2 takes all; the plan for other owners has experts 0 and 1 the other way round."""
-        two_slots = planned([7, 7, 1], Limits(forward=5), slots=2)
-        assert two_slots.slots_R.max() == 2
-        planned([7, 7, 1], Limits(forward=5), options=Options(candidates=(two_slots,)))
-        swapped = planned([7, 7, 1], Limits(forward=5), owner_E=[1, 0, 2])
-        planned([7, 7, 1], Limits(forward=5), options=Options(candidates=(swapped,)))
+        load_E, owner_E, limits = [3, 3, 3, 3, 0], [0, 0, 0, 0, 1], Limits(forward=6)
+        two_slots = planned(load_E, limits, owner_E=owner_E, slots=2)
+        assert two_slots.slots_R.tolist() == [0, 2]
+        swapped = planned(load_E, limits, owner_E=[1, 1, 1, 1, 0], slots=2)
+        for candidate in (two_slots, swapped):
+            options = Options(candidates=(candidate,))
+            assert planned(load_E, limits, owner_E=owner_E, options=options).slots_R.tolist() == [0, 1]
+
+    def test_replicas_that_lower_quotas_leave_empty_are_not_taken_over_from_a_candidate(self):
+        """Before, expert 0 needs ranks 1 and 2 or 3; two rows less, and rank 1 alone will do."""
+        higher = planned([11, 2, 4, 4], Limits(backward=6))
+        assert [kept for *_, kept in replicas_of(higher)] == [4, 2]
+        beside = Options(resident=((0, 2), (0, 3)))
+        lower = {"quota_E": [9, 2, 4, 4], "limits": Limits(backward=6)}
+        assert planned([11, 2, 4, 4], **lower, options=beside).replicas == 2
+        found = planned([11, 2, 4, 4], **lower, options=Options(resident=beside.resident, candidates=(higher,)))
+        assert [(expert, rank, kept) for expert, rank, _, kept in replicas_of(found)] == [(0, 1, 4)]
 
     def test_tiles(self):
         """Of 9 rows in tiles of 4, one tile is left: 8 rows move, and 1 stays."""

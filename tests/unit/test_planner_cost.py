@@ -65,6 +65,11 @@ class TestByteBudget:
         limits = self.BUDGET.limits(loads_of([40, 20], 2), np.array([20, 10]), slots=2)
         assert limits == Limits(forward=40, backward=20)
 
+    def test_one_kept_row_fits_however_few_there_are(self):
+        budget = ByteBudget(total=100, saved=1, work=50, slot=0)
+        limits = budget.limits(loads_of([900, 100], 2), np.array([1, 0]), slots=2)
+        assert limits == Limits(forward=50, backward=1)
+
     def test_a_plan_within_a_budget(self):
         loads_SE, quota_E = loads_of([50, 10], 2), np.array([25, 5])
         found = planned([50, 10], self.BUDGET.limits(loads_SE, quota_E, slots=2), quota_E=[25, 5], slots=2)
@@ -82,7 +87,7 @@ class TestByteBudget:
         kept=st.integers(0, 20),
         saved=st.integers(1, 99),
         work=st.integers(1, 99),
-        spare=st.integers(0, 10_000),
+        spare=st.integers(0, 200),
     )
     def test_ranks_at_both_limits_are_within_the_budget(self, load_E, kept, saved, work, spare):
         budget = ByteBudget(total=7 * 3 + saved + work + spare, saved=saved, work=work, slot=7)

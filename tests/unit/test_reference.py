@@ -71,6 +71,31 @@ def test_scores_are_squared_norms_of_each_pairs_fc2_gradient() -> None:
         torch.testing.assert_close(score_TE[t, e], dfc2.square().sum())
 
 
+def one_dropped(map_TE: torch.Tensor) -> torch.Tensor:
+    """(T, E) bool: the first pair of each token dropped, where it has more than one."""
+    first_TE = map_TE & (map_TE.cumsum(1) == 1) & (map_TE.sum(1, keepdim=True) > 1)
+    return map_TE & ~first_TE
+
+
+def test_the_baseline_is_exact_where_at_most_one_pair_of_a_token_is_dropped() -> None:
+    layer, v = problem()
+    exact_TE = layer.backward(v["x_TD"], v["probs_TE"], v["g_TD"], v["map_TE"].double()).dprobs_TE
+    for kept_TE in (v["map_TE"], one_dropped(v["map_TE"])):
+        found_TE = layer.baseline_dprobs(v["x_TD"], v["probs_TE"], v["map_TE"], v["g_TD"], kept_TE)
+        torch.testing.assert_close(found_TE, exact_TE)
+
+
+def test_the_baseline_gives_a_token_without_kept_pairs_one_value_with_the_exact_mean() -> None:
+    layer, v = problem()
+    exact_TE = layer.backward(v["x_TD"], v["probs_TE"], v["g_TD"], v["map_TE"].double()).dprobs_TE
+    nothing_TE = torch.zeros_like(v["map_TE"])
+    found_TE = layer.baseline_dprobs(v["x_TD"], v["probs_TE"], v["map_TE"], v["g_TD"], nothing_TE)
+    mean_T = (exact_TE * v["probs_TE"]).sum(1) / v["probs_TE"].sum(1)
+    torch.testing.assert_close(found_TE, mean_T[:, None] * v["map_TE"])
+    zeros_TE = torch.zeros_like(v["probs_TE"])
+    assert not layer.baseline_dprobs(v["x_TD"], zeros_TE, v["map_TE"], v["g_TD"], nothing_TE).any()
+
+
 def test_keep_best_keeps_the_papers_quotas() -> None:
     map_TE = torch.zeros(4, 3, dtype=torch.bool)
     for expert, load in enumerate([4, 2, 3]):

@@ -57,7 +57,7 @@ def state_of(arguments: Arguments) -> State:
 
 
 class TestReadableAndCompiled:
-    @cases(ci=250, developer=40)
+    @cases(ci=150, developer=40)
     @given(arguments=problems())
     def test_they_give_the_same_moves(self, arguments):
         before = [part.copy() for part in arguments if isinstance(part, np.ndarray)]
@@ -115,6 +115,40 @@ class TestReadableAndCompiled:
                 for name in ("expert_I", "rank_I", "rows_SI", "kept_I"):
                     assert getattr(readable, name).tolist() == getattr(again, name).tolist()
         assert len(compiled.solve.signatures) == 1
+
+
+@st.composite
+def ties(draw: st.DrawFn) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Loads, owners, balances and free slots, most of them equal."""
+    ranks = draw(st.integers(1, 8))
+    owner_E = draw(st.lists(st.integers(0, ranks - 1), max_size=16))
+    load_E, balance_R, free_R = (
+        draw(st.lists(st.integers(0, most), min_size=size, max_size=size))
+        for most, size in ((2, len(owner_E)), (1, ranks), (1, ranks))
+    )
+    load_E, owner_E, balance_R, free_R = (np.array(values, np.int64) for values in (load_E, owner_E, balance_R, free_R))
+    return load_E, owner_E, balance_R, free_R
+
+
+class TestCanonicalOrder:
+    def test_by_hand(self):
+        """By balance, then free slots, then loads, the largest first; a rank without a third expert comes before."""
+        load_E, owner_E = [2, 9, 9, 2, 1, 9, 3], [0, 0, 1, 1, 0, 2, 2]
+        problem = Problem(load_E, owner_E, [4, 4, 4, 4, -1, 4], [1, 1, 1, 2, 0, 2])
+        case, names = canonical_state(problem)
+        assert names.rank_R == [4, 3, 5, 2, 1, 0]
+        assert names.expert_E == [5, 6, 2, 3, 1, 0, 4]
+        assert case.rows_E == [9, 3, 9, 2, 9, 2, 1] and case.owner_E == [3, 3, 4, 4, 5, 5, 5]
+
+    @cases(ci=300, developer=100)
+    @given(arrays=ties())
+    def test_both_forms_number_alike(self, arrays):
+        from megatron_lrmoe.replicas import compiled
+
+        _, names = canonical_state(Problem(*(array.tolist() for array in arrays)))
+        rank_R, expert_E, start_R = compiled._canonical(*arrays)
+        assert (rank_R.tolist(), expert_E.tolist()) == names
+        assert np.diff(start_R).tolist() == [np.sum(arrays[1] == r) for r in names.rank_R]
 
 
 class TestBackend:
@@ -237,6 +271,12 @@ class TestPartition:
         case.free_R[2] = 0
         assert solve_small(case, budget=200, tries=1) == (None, 1)
         assert solve_small(case, budget=200, tries=2) == ([(0, 1, 4)], 1)
+
+    def test_a_set_that_needs_more_moves_than_its_bound_gets_them(self):
+        """Rank 1 has a copy of the expert that would do, and takes rows of the two others."""
+        case = state([-4, 6], [4, 3, 3], [0, 0, 0], slots=2)
+        case.held_R[1].append(0)
+        assert solve_small(case, budget=200, tries=2) == ([(1, 1, 3), (2, 1, 3)], 1)
 
 
 class TestCover:
