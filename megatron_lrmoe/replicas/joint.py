@@ -65,7 +65,8 @@ def plan_with_policy(
         loads_SE: routed rows of each source for each expert.
         owner_E: rank of each expert's master.
         slots: replicas that a rank can hold.
-        limits: rows or bytes that a rank may hold.
+        limits: rows or bytes that a rank may hold. A multiple of the mean in backward is one of the routed rows, and so
+            a limit in rows, to be met at any price.
         retention: what may be dropped.
         policy: of the quotas.
         options: of the planner.
@@ -80,6 +81,10 @@ def plan_with_policy(
     even_E = np.array(proportional_quota(load_E.tolist(), retention.share, retention.min_rows), np.int64)
     if isinstance(limits, ByteBudget):
         limits = limits.limits(loads, even_E, slots)
+    if isinstance(limits.backward, Fraction):
+        # A multiple of the mean of what is kept would be no easier to meet by dropping.
+        routed_R = limit_rows(limits.backward, per_rank(load_E, owners, len(loads)))
+        limits = replace(limits, backward=None if routed_R is None else routed_R.tolist())
     best: JointPlan | None = None
     for quota_E in _quotas(policy, load_E, even_E, owners, len(loads), limits, retention):
         # A plan for higher quotas is one for lower ones too; only the best so far is worth that look.

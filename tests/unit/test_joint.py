@@ -142,3 +142,14 @@ class TestBadInput:
             plan_with_policy([[1]], [0], 1, Limits(), FOUR_FIFTHS, "both")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"loads_SE\[0\]\[1\]: found -1"):
             plan_with_policy([[1, -1]], [0, 0], 1, Limits(), FOUR_FIFTHS, "joint")
+
+
+def test_a_multiple_of_the_mean_in_backward_counts_routed_rows():
+    """Mean 3 before dropping: quotas 3, 1, 2 fit; of the mean after it, 2, they would need a replica."""
+    loads_SE = np.zeros((3, 3), np.int64)
+    loads_SE[0] = [4, 2, 3]
+    limits, retention = Limits(backward=Fraction(1)), Retention(share=Fraction(4, 5))
+    found = plan_with_policy(loads_SE, [0, 1, 2], 1, limits, retention, "proportional")
+    assert found.quota_E.tolist() == [3, 1, 2]
+    assert found.plan.certificate.backward_limit == 3
+    assert found.plan.replicas == 0
