@@ -45,7 +45,7 @@ class PairFlow:
         self.act_norm_sq_N: torch.Tensor | None = None
         self.act_norm_sq_P: torch.Tensor | None = None
         self.alpha_N: torch.Tensor | None = None
-        self.experts_compact = False
+        self.experts_compact, self.chooses_early = False, False
         self.early: ForwardChoice | None = None
         self.alpha_P: torch.Tensor | None = None
         self._reset()
@@ -70,7 +70,7 @@ class PairFlow:
         """
         self.plan = plan
         self.map_shape = routing_map_TE.shape
-        self.counts_e = plan.counts_e
+        self.counts_e, self.chooses_early = plan.counts_e, plan.config.when == "forward"
         flat = torch.nonzero_static(routing_map_TE.t(), size=sum(plan.loads_SE[plan.rank]))
         self.expert_P, self.token_P = flat[:, 0].contiguous(), flat[:, 1].contiguous()
         self.exchange = Exchange(self.group, plan, routing_map_TE.device)
@@ -88,7 +88,7 @@ class PairFlow:
             The rows whose activations are to be saved, where they are chosen now; None for all.
         """
         self.experts_compact = True
-        if self.plan.config.when == "forward":
+        if self.chooses_early:
             self.early = ForwardChoice(self.plan, self.exchange, act_norm_sq_N, alpha_N.detach())
             return self.early.kept
         self.act_norm_sq_N, self.alpha_N = act_norm_sq_N, alpha_N.detach()

@@ -83,8 +83,9 @@ def plan_with_policy(
         limits = limits.limits(loads, even_E, slots)
     if isinstance(limits.backward, Fraction):
         # A multiple of the mean of what is kept would be no easier to meet by dropping.
-        routed_R = limit_rows(limits.backward, per_rank(load_E, owners, len(loads)))
-        limits = replace(limits, backward=None if routed_R is None else routed_R.tolist())
+        cost_R = per_rank(options.row_cost.of(load_E), owners, len(loads))
+        routed_R = limit_rows(limits.backward, cost_R)
+        limits = replace(limits, backward=None if routed_R is None else np.maximum(routed_R, 1).tolist())
     best: JointPlan | None = None
     for quota_E in _quotas(policy, load_E, even_E, owners, len(loads), limits, retention):
         # A plan for higher quotas is one for lower ones too; only the best so far is worth that look.
