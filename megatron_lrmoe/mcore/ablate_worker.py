@@ -94,6 +94,10 @@ def reset() -> None:
     from megatron.core.transformer.moe import moe_logging, moe_utils
     from megatron.training import global_vars
 
+    from megatron_lrmoe.mcore import clock, metrics
+
+    clock.follow()
+    metrics.forget()
     global_vars.destroy_global_vars()
     num_microbatches_calculator.destroy_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
