@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,14 @@ def test_a_checkouts_own_script_gives_the_same_losses(folder: Path, wheel_run: R
     assert run.validation_losses == wheel_run.validation_losses
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return not Path("/proc", str(pid), "stat").read_text().rpartition(") ")[2].startswith(("Z", "X"))
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_a_killed_run_leaves_no_worker_in_a_session_of_its_own() -> None:
     worker = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
     starter = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {worker!r}], start_new_session=True)"
@@ -60,8 +69,11 @@ def test_a_killed_run_leaves_no_worker_in_a_session_of_its_own() -> None:
     # The pipe ends when the last process that holds it is gone.
     assert process.communicate(timeout=60) == ("", None)
     assert process.returncode == -signal.SIGKILL
-    stat = Path("/proc", str(pid), "stat")
-    assert not stat.exists() or stat.read_text().rpartition(") ")[2].startswith("Z")
+    # A killed process closes its files before it counts as dead.
+    until = time.monotonic() + 60
+    while is_alive(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not is_alive(pid)
 
 
 def test_a_run_without_an_end_is_an_error() -> None:
