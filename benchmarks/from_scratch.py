@@ -34,42 +34,51 @@ def main() -> None:
     try:
         for seed in options.seeds:
             for name, lrm in VARIANTS.items():
-                run = pool(training.run, flags(options, seed, lrm), limit_s=3600)[0]
+                args = flags("from_scratch", options.data, steps=options.steps, lr=options.lr, seed=seed, **lrm)
+                run = pool(training.run, args, limit_s=3600)[0]
                 last = [float(loss) for loss in run.losses[-max(1, options.steps // 10) :]]
                 print(f"lr {options.lr} seed {seed} {name:9} {sum(last) / len(last):.4f}", flush=True)
     finally:
         pool.close()
 
 
-def flags(options: argparse.Namespace, seed: int, lrm: dict) -> list[str]:
-    """Megatron's flags of one run."""
-    return tiny_args(
-        Path(tempfile.gettempdir()) / "from_scratch",
-        data_path=options.data,
-        expert_model_parallel_size=1,
-        hidden_size=96,
-        moe_ffn_hidden_size=64,
-        ffn_hidden_size=192,
-        seq_length=256,
-        max_position_embeddings=256,
-        num_experts=16,
-        moe_router_topk=4,
-        micro_batch_size=8,
-        train_iters=options.steps,
-        lr=options.lr,
-        min_lr=options.lr / 10,
-        lr_decay_style="cosine",
-        lr_warmup_iters=options.steps // 20,
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        vocab_size=257,
-        split="95,5,0",
-        eval_iters=0,
-        seed=seed,
-        attention_dropout=0,
-        hidden_dropout=0,
-        **lrm,
-    )
+def flags(name: str, data: Path, *, steps: int, lr: float, seed: int, **changed: object) -> list[str]:
+    """Megatron's flags of a run of the small model.
+
+    Args:
+        name: of the run's folder among temporary files.
+        data: prefix of a byte-level indexed dataset.
+        steps: iterations; the learning rate rises over the first twentieth.
+        lr: highest learning rate.
+        seed: of weights and data.
+        changed: further settings, or other values of these.
+    """
+    settings = {
+        "data_path": data,
+        "expert_model_parallel_size": 1,
+        "hidden_size": 96,
+        "moe_ffn_hidden_size": 64,
+        "ffn_hidden_size": 192,
+        "seq_length": 256,
+        "max_position_embeddings": 256,
+        "num_experts": 16,
+        "moe_router_topk": 4,
+        "micro_batch_size": 8,
+        "train_iters": steps,
+        "lr": lr,
+        "min_lr": lr / 10,
+        "lr_decay_style": "cosine",
+        "lr_warmup_iters": steps // 20,
+        "weight_decay": 0.1,
+        "adam_beta2": 0.95,
+        "vocab_size": 257,
+        "split": "95,5,0",
+        "eval_iters": 0,
+        "seed": seed,
+        "attention_dropout": 0,
+        "hidden_dropout": 0,
+    }
+    return tiny_args(Path(tempfile.gettempdir()) / name, **(settings | changed))
 
 
 if __name__ == "__main__":

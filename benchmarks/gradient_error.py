@@ -10,7 +10,6 @@ Errors are relative squared Frobenius norms, means over layers and microbatches.
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -18,13 +17,13 @@ from typing import Any
 
 import torch
 
+from benchmarks import from_scratch
 from benchmarks.layer_gradients import SWIGLU, Gradients, gradients, router_gradients
 from benchmarks.pair_statistics import draw_table, pair_variance, ranking_table
 from benchmarks.recorded_layers import LayerBatch, record
 from megatron_lrmoe.compute.bias import PROBE_SUMS
 from megatron_lrmoe.mcore.metrics import MOMENTUM_STEPS
 from tests.gloo import Pool
-from tests.integration.launch import tiny_args
 
 POLICIES: dict[str, dict[str, Any]] = {
     "topk (the paper)": {"selection": "topk"},
@@ -79,32 +78,14 @@ def parse() -> argparse.Namespace:
 def flags(options: argparse.Namespace) -> list[str]:
     """Megatron's flags: the model of ``benchmarks/from_scratch.py``, with data for the pauses too."""
     last = options.steps[-1]
-    return tiny_args(
-        Path(tempfile.gettempdir()) / "gradient_error",
-        data_path=options.data,
-        expert_model_parallel_size=1,
-        hidden_size=96,
-        moe_ffn_hidden_size=64,
-        ffn_hidden_size=192,
-        seq_length=256,
-        max_position_embeddings=256,
-        num_experts=16,
-        moe_router_topk=4,
-        micro_batch_size=8,
+    return from_scratch.flags(
+        "gradient_error",
+        options.data,
+        steps=last,
+        lr=options.lr,
+        seed=options.seed,
         train_iters=last + len(options.steps) * options.batches + 1,
         lr_decay_iters=last,
-        lr=options.lr,
-        min_lr=options.lr / 10,
-        lr_decay_style="cosine",
-        lr_warmup_iters=last // 20,
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        vocab_size=257,
-        split="95,5,0",
-        eval_iters=0,
-        seed=options.seed,
-        attention_dropout=0,
-        hidden_dropout=0,
     )
 
 

@@ -111,17 +111,7 @@ def reset(expert_parallel: int) -> None:
 
     Process groups of this expert-parallel size stay, or are made: Megatron uses those that it finds.
     """
-    from megatron.core import num_microbatches_calculator, rerun_state_machine
-    from megatron.core.transformer.moe import moe_logging, moe_utils
-    from megatron.training import global_vars
+    from megatron_lrmoe.mcore import ablate_worker
 
-    from megatron_lrmoe.mcore import clock, metrics
-
-    clock.follow()
-    metrics.forget()
-    global_vars.destroy_global_vars()
-    num_microbatches_calculator.destroy_num_microbatches_calculator()
-    rerun_state_machine.destroy_rerun_state_machine()
-    moe_logging.destroy_moe_metrics_tracker()
-    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    ablate_worker.reset()
     layers.parallel(expert_parallel)

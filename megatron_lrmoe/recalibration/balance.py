@@ -187,10 +187,16 @@ def joint_quotas(
     return _shared_out(kept_R, load_E, floor_E, owner_E)
 
 
-def per_rank(value_E: IntArray, owner_E: IntArray, ranks: int) -> IntArray:
-    """(R,) sum over each rank's experts."""
+def per_rank(value_n: IntArray, rank_n: IntArray, ranks: int) -> IntArray:
+    """(R,) sum of the values of each rank: of its experts, or of its instances.
+
+    Args:
+        value_n: rows of each expert or instance.
+        rank_n: its rank.
+        ranks: R.
+    """
     total_R = np.zeros(ranks, np.int64)
-    np.add.at(total_R, owner_E, value_E)
+    np.add.at(total_R, rank_n, value_n)
     return total_R
 
 

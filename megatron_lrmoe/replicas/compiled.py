@@ -9,10 +9,12 @@ from numba import njit
 
 from megatron_lrmoe.replicas.effort import FAST, FINE, SMALL_RANKS, STRONG
 
+# Numba's cache keeps these values too: after a change of effort.py this file has to be touched. The comparison with the
+# readable form fails where that was forgotten.
+EFFORTS = (tuple(FAST), tuple(STRONG))
 NEVER = 1 << 30
 NEVER_WASTE = 1 << 62
 PATIENCE = (100, 200, 400, 50)
-EFFORTS = (tuple(FAST), tuple(STRONG))
 FILL, FINISH, PART = 0, 1, 2
 RECEIVER, OPTION, DONORS, FREE = 0, 1, 2, 3
 """Columns of a frame of ``_settle``."""

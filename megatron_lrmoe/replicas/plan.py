@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-IntArray = NDArray[np.int64]
+from megatron_lrmoe.recalibration.balance import IntArray, per_rank
+
 MOST_ROWS = 2**31
 """Of a layer call in all: products of two counts then stay below 2^63."""
 
@@ -122,12 +123,12 @@ class Plan:
     @cached_property
     def rows_R(self) -> IntArray:
         """(R,) forward rows of each rank."""
-        return self._per_rank(self.rows_I)
+        return per_rank(self.rows_I, self.rank_I, self.num_ranks)
 
     @cached_property
     def kept_R(self) -> IntArray:
         """(R,) backward rows of each rank."""
-        return self._per_rank(self.kept_I)
+        return per_rank(self.kept_I, self.rank_I, self.num_ranks)
 
     @cached_property
     def slots_R(self) -> IntArray:
@@ -155,11 +156,6 @@ class Plan:
     def pushes_R(self) -> IntArray:
         """(R,) copies of its own experts that each owner sends out in a forward."""
         return np.bincount(self.owner_E[self.expert_I[self.num_experts :]], minlength=self.num_ranks)
-
-    def _per_rank(self, value_I: IntArray) -> IntArray:
-        total_R = np.zeros(self.num_ranks, np.int64)
-        np.add.at(total_R, self.rank_I, value_I)
-        return total_R
 
 
 def checked_inputs(

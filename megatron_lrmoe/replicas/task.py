@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from megatron_lrmoe.recalibration.balance import per_rank
 from megatron_lrmoe.replicas.cost import RowCost
 from megatron_lrmoe.replicas.flow import route
 from megatron_lrmoe.replicas.plan import IntArray
@@ -50,9 +51,7 @@ class Layout(NamedTuple):
 
     def rows_on(self, ranks: int) -> IntArray:
         """(R,) rows of each rank."""
-        total_R = np.zeros(ranks, np.int64)
-        np.add.at(total_R, self.rank_I, self.rows_I)
-        return total_R
+        return per_rank(self.rows_I, self.rank_I, ranks)
 
 
 class Solved(NamedTuple):

@@ -15,6 +15,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from megatron_lrmoe.recalibration.balance import per_rank
 from megatron_lrmoe.replicas.plan import IntArray
 from megatron_lrmoe.replicas.sampling import FloatArray, draw, generator, weights_for_ratio
 
@@ -74,8 +75,7 @@ def skew(loads_SE: IntArray, owner_E: IntArray) -> Fraction:
         loads_SE: (S, E) routed rows; there are as many ranks as sources.
         owner_E: (E,) rank of each expert.
     """
-    rows_R = np.zeros(len(loads_SE), np.int64)
-    np.add.at(rows_R, owner_E, loads_SE.sum(axis=0))
+    rows_R = per_rank(loads_SE.sum(axis=0), owner_E, len(loads_SE))
     total = int(rows_R.sum())
     return Fraction(int(rows_R.max()) * len(rows_R), total) if total else Fraction(1)
 

@@ -10,8 +10,8 @@ from megatron_lrmoe.config import LrmConfig
 from megatron_lrmoe.reference import keep_best, stack_sources
 from tests import layers
 from tests.dist.test_layer_gradients import TOP_8, check_all
-from tests.dist.test_router_grad import draw, reference_of, same, stacked
-from tests.dist.test_unbiased import DRAWS, problems
+from tests.dist.test_router_grad import reference_of, same, stacked
+from tests.dist.test_unbiased import DRAWS, draw, problems
 from tests.gloo import Pool
 from tests.layers import Case
 

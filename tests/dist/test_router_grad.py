@@ -12,7 +12,7 @@ from megatron_lrmoe.config import LrmConfig
 from megatron_lrmoe.reference import ReferenceLayer, keep_best, stack_sources
 from tests import layers
 from tests.dist.test_layer_gradients import check_all
-from tests.dist.test_unbiased import DRAWS, dprobs_of, full_dprobs, gradients, problems
+from tests.dist.test_unbiased import DRAWS, dprobs_of, draw, full_dprobs, problems
 from tests.gloo import Pool
 from tests.layers import Case
 
@@ -188,18 +188,6 @@ def test_shrink_zero_keeps_the_same_pairs_unweighted(gloo2: Pool) -> None:
     assert full.max() > 1.5
     torch.testing.assert_close(half, (full + (full > 0)) / 2, rtol=1e-6, atol=0)
     assert torch.equal(none, (full > 0).double())
-
-
-def draw(case: Case, draws: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    full_L = gradients(layers.run(case, ours=False))
-    layer = layers.build(case)
-    samples, kept = [], []
-    for iteration in range(draws):
-        layers.at_iteration(iteration)
-        result = layers.forward_backward(layer, case)
-        samples.append(gradients(result))
-        kept.append(result.kept_TE)
-    return full_L, torch.stack(samples), torch.stack(kept)
 
 
 MEAN_CASES = {

@@ -13,7 +13,8 @@ Not checked: order of equal spills, rooms and overlaps (here lowest expert and r
 
 import numpy as np
 
-from megatron_lrmoe.replicas.peers.finish import Placed, rank_rows, rows_at
+from megatron_lrmoe.recalibration.balance import per_rank
+from megatron_lrmoe.replicas.peers.finish import Placed, rows_at
 from megatron_lrmoe.replicas.plan import IntArray
 
 
@@ -29,7 +30,7 @@ def place(loads_SE: IntArray, owner_E: IntArray, slots: int) -> Placed:
     load_E = loads_SE.sum(axis=0)
     mean = int(load_E.sum()) // ranks
     spill_E = spills(load_E, owner_E, mean, ranks)
-    free_R = np.maximum(mean - rank_rows(load_E, owner_E, ranks), 0)
+    free_R = np.maximum(mean - per_rank(load_E, owner_E, ranks), 0)
     by_spill, by_free = np.argsort(-spill_E, kind="stable"), np.argsort(-free_R, kind="stable")
     moved_ER = np.zeros((len(load_E), ranks), np.int64)
     moved_ER[np.ix_(by_spill, by_free)] = _largest(_overlaps(spill_E[by_spill], free_R[by_free]), slots)

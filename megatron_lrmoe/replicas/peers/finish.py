@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
+from megatron_lrmoe.recalibration.balance import per_rank
 from megatron_lrmoe.replicas.plan import Certificate, IntArray, Limit, Limits, Plan, checked_inputs, limit_rows
 from megatron_lrmoe.replicas.split import instances_of, share_quota, split_sources
 
@@ -89,8 +90,8 @@ def plan_from_rows(
     rows_SI = split_sources(loads_SE, expert_I, rank_I, rows_I)
     kept_I = share_quota(quota_E, expert_I, rows_I)
     ranks = len(loads_SE)
-    forward = _reached(limits.forward, _sums(rank_I, rows_I, ranks))
-    backward = _reached(limits.backward, _sums(rank_I, kept_I, ranks))
+    forward = _reached(limits.forward, per_rank(rows_I, rank_I, ranks))
+    backward = _reached(limits.backward, per_rank(kept_I, rank_I, ranks))
     certificate = Certificate(
         status="found" if forward.within and backward.within else "not found",
         forward_limit=forward.limit,
@@ -110,11 +111,6 @@ def plan_from_rows(
         kept_I=kept_I,
         certificate=certificate,
     )
-
-
-def rank_rows(load_E: IntArray, owner_E: IntArray, ranks: int) -> IntArray:
-    """(R,) rows of each rank without replicas."""
-    return _sums(owner_E, load_E, ranks)
 
 
 def rows_at(home_E: IntArray, load_E: IntArray, ranks: int) -> IntArray:
@@ -196,9 +192,3 @@ def _reached(limit: Limit, rows_R: IntArray) -> _Reached:
         limit=None if allowed_R is None else int(allowed_R.max()),
         within=allowed_R is None or bool((rows_R <= allowed_R).all()),
     )
-
-
-def _sums(rank_n: IntArray, value_n: IntArray, ranks: int) -> IntArray:
-    total_R = np.zeros(ranks, np.int64)
-    np.add.at(total_R, rank_n, value_n)
-    return total_R

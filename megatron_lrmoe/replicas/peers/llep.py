@@ -14,7 +14,8 @@ expert on one rank is merged with the first. The code's own default of alpha is 
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_lrmoe.replicas.peers.finish import Placed, check_option, rank_rows, rows_at
+from megatron_lrmoe.recalibration.balance import per_rank
+from megatron_lrmoe.replicas.peers.finish import Placed, check_option, rows_at
 from megatron_lrmoe.replicas.plan import IntArray
 
 
@@ -52,7 +53,7 @@ def place(loads_SE: IntArray, owner_E: IntArray, slots: int, options: LlepOption
     """
     ranks = len(loads_SE)
     load_E = loads_SE.sum(axis=0)
-    load_R = rank_rows(load_E, owner_E, ranks).tolist()
+    load_R = per_rank(load_E, owner_E, ranks).tolist()
     if max(load_R) * ranks < options.skip_below * sum(load_R):
         return Placed(rows_at(owner_E, load_E, ranks), owner_E)
     full = max(1, int(options.alpha * (sum(load_R) // ranks)) or sum(load_R))

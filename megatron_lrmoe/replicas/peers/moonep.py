@@ -16,7 +16,8 @@ multiple (128); this does not.
 
 import numpy as np
 
-from megatron_lrmoe.replicas.peers.finish import Placed, rank_rows, rows_at
+from megatron_lrmoe.recalibration.balance import per_rank
+from megatron_lrmoe.replicas.peers.finish import Placed, rows_at
 from megatron_lrmoe.replicas.plan import IntArray
 
 
@@ -31,7 +32,7 @@ def place(loads_SE: IntArray, owner_E: IntArray, slots: int) -> Placed:
     ranks = len(loads_SE)
     load_E = loads_SE.sum(axis=0)
     rows_ER = rows_at(owner_E, load_E, ranks)
-    moved_RR = rank_moves(rank_rows(load_E, owner_E, ranks))
+    moved_RR = rank_moves(per_rank(load_E, owner_E, ranks))
     for donor in np.flatnonzero(moved_RR.any(axis=1)):
         experts = np.flatnonzero(owner_E == donor)
         left_e, due_R = load_E[experts].copy(), moved_RR[donor].copy()

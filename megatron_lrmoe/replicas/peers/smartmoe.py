@@ -12,7 +12,8 @@ ones. Not checked: its code (GPL) was not read.
 
 import numpy as np
 
-from megatron_lrmoe.replicas.peers.finish import Placed, even_room, rank_rows, rows_at
+from megatron_lrmoe.recalibration.balance import per_rank
+from megatron_lrmoe.replicas.peers.finish import Placed, even_room, rows_at
 from megatron_lrmoe.replicas.plan import IntArray
 
 
@@ -27,7 +28,7 @@ def place(loads_SE: IntArray, owner_E: IntArray, slots: int) -> Placed:
     ranks = len(loads_SE)
     load_E = loads_SE.sum(axis=0)
     packed_E = pack(load_E, owner_E, ranks)
-    falls = rank_rows(load_E, packed_E, ranks).max() < rank_rows(load_E, owner_E, ranks).max()
+    falls = per_rank(load_E, packed_E, ranks).max() < per_rank(load_E, owner_E, ranks).max()
     home_E = packed_E if falls else owner_E
     return Placed(rows_at(home_E, load_E, ranks), home_E)
 
