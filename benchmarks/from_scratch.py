@@ -17,8 +17,8 @@ from tests.integration.launch import tiny_args
 
 VARIANTS = {
     "stock": {},
-    "unbiased": {"moe_lrm_retention": 0.8},
-    "topk": {"moe_lrm_retention": 0.8, "moe_lrm_selection": "topk"},
+    "unbiased": {"moe_lrm_retention": 0.8, "moe_lrm_start_iter": 0},
+    "topk": {"moe_lrm_retention": 0.8, "moe_lrm_start_iter": 0, "moe_lrm_selection": "topk"},
 }
 
 

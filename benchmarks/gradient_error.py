@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import from_scratch
+from benchmarks.bucket_centroids import centroid_table
 from benchmarks.layer_gradients import SWIGLU, Gradients, gradients, router_gradients
 from benchmarks.pair_statistics import draw_table, pair_variance, ranking_table
 from benchmarks.recorded_layers import LayerBatch, record
@@ -58,6 +59,7 @@ def main() -> None:
         print(policy_table(by_layer, exact, options), router_table(by_layer, exact, options), sep="\n")
         first = batches[0]
         print(probe_table(by_layer, exact, options))
+        print("Mean rows for dropped pairs\n\n" + markdown(*centroid_table(by_layer, exact, options.retention, error)))
         print(draw_table(first, SWIGLU, Fraction(str(options.retention))))
         print(ranking_table(first, SWIGLU, Fraction(str(options.retention))), flush=True)
 

@@ -33,8 +33,9 @@ class LrmConfig:
     square root of the score, kept pairs weighted by 1/probability, so that the expected gradient is the full
     one. topk: the highest scores, unweighted (the LRMoE paper's rule; biased)."""
 
-    start_iter: int = _in_group(USUAL, 0)
-    """Iterations at the start of training that run Megatron's full backward."""
+    start_iter: int | None = _in_group(USUAL, None)
+    """Iterations at the start of training that run Megatron's full backward. Not given: as many as Megatron's
+    learning rate takes to warm up."""
 
     ramp_iters: int = _in_group(USUAL, 0)
     """After start-iter, the number of iterations over which retention falls linearly from 1.0."""
@@ -142,7 +143,7 @@ class LrmConfig:
         tau = self.adaptive_tau
         require(math.isfinite(tau) and tau > 0, "adaptive_tau", "a number > 0")
         for name in ("start_iter", "ramp_iters", "min_rows", "probe_interval"):
-            require(getattr(self, name) >= 0, name, "a whole number >= 0")
+            require((getattr(self, name) or 0) >= 0, name, "a whole number >= 0")
         for f in fields(self):
             choices = getattr(f.type, "__args__", ()) if "Literal" in str(f.type) else ()
             require(not choices or getattr(self, f.name) in choices, f.name, f"one of {list(choices)}")
@@ -176,6 +177,11 @@ class LrmConfig:
     def enabled(self) -> bool:
         """Whether any backward work is to be dropped at any time."""
         return self.retention is not None and self.retention < 1
+
+    @property
+    def first_iteration(self) -> int:
+        """Number, from 0, of the first iteration that may drop; 0 where nobody has settled ``start_iter``."""
+        return self.start_iter or 0
 
     @property
     def retention_fraction(self) -> Fraction:

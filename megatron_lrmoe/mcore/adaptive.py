@@ -46,7 +46,7 @@ def retention_of(config: LrmConfig, layer: int, iteration: int) -> Fraction:
         RuntimeError: the last iteration has not been ended, so retention would never change.
     """
     global _running
-    if iteration < config.start_iter:
+    if iteration < config.first_iteration:
         return Fraction(1)
     if _running not in (None, iteration):
         raise RuntimeError(
@@ -118,7 +118,7 @@ def _ending_iterations(stock: Any) -> Any:
     def training_log(*args: Any, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
         settings, run = _settings()
-        if settings is not None and clock.iteration() >= settings.start_iter:
+        if settings is not None and clock.iteration() >= settings.first_iteration:
             layers = run.num_layers + (getattr(run, "mtp_num_layers", None) or 0)
             end_iteration(settings, layers, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
             # A new one each time: a checkpoint may still be being written in the background.

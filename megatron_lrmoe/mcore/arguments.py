@@ -1,9 +1,11 @@
 """The ``--moe-lrm-*`` flags: from the dataclass to Megatron's parser and from its namespace back."""
 
+import math
 import typing
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import Field, fields
+from fractions import Fraction
 from typing import Any
 
 from megatron_lrmoe.config import FLAG_PREFIX, LrmConfig, dest_of, field_help, flag_of, parse_layers
@@ -51,13 +53,21 @@ def _argparse_type(f: Field) -> dict[str, Any]:
     return {"type": kind}
 
 
+def values_from_args(args: Namespace) -> dict[str, Any]:
+    """Value of each setting of the plugin, unchecked; what follows from Megatron's flags is filled in."""
+    values: dict[str, Any] = {f.name: getattr(args, dest_of(f.name), f.default) for f in fields(LrmConfig)}
+    if values["start_iter"] is None and values["retention"] not in (None, 1):
+        values["start_iter"] = warm_up_iterations(args)
+    return values
+
+
 def config_from_args(args: Namespace) -> LrmConfig:
     """The plugin's settings; a namespace from an old checkpoint may lack some of them.
 
     Raises:
         ValueError: listing every value out of range and every flag of Megatron that the plugin refuses.
     """
-    values: dict[str, Any] = {f.name: getattr(args, dest_of(f.name), f.default) for f in fields(LrmConfig)}
+    values = values_from_args(args)
     problems: list[str] = []
     config = LrmConfig()
     try:
@@ -70,6 +80,24 @@ def config_from_args(args: Namespace) -> LrmConfig:
     if problems:
         raise ValueError("megatron_lrmoe cannot run with these flags:\n" + "\n".join(problems))
     return config
+
+
+def warm_up_iterations(args: Namespace) -> int:
+    """Iterations until the learning rate has warmed up, rounded up; 0 without a warm-up.
+
+    As Megatron's get_optimizer_param_scheduler (training.py:1907-1937) reads the flags, in its order. A warm-up given
+    in samples is counted at the final batch size.
+    """
+
+    def given(name: str) -> int:
+        return getattr(args, name, None) or 0
+
+    samples_each = 1 if given("train_iters") else given("global_batch_size") or 1
+    if fraction := getattr(args, "lr_warmup_fraction", None):
+        total = given("lr_decay_iters") or given("train_iters") or given("lr_decay_samples") or given("train_samples")
+        # The decimal fraction that was written: 0.07 of 100 is 7, and not above it.
+        return math.ceil(Fraction(repr(fraction)) * total / samples_each)
+    return math.ceil(Fraction(given("lr_warmup_iters") or given("lr_warmup_samples"), samples_each))
 
 
 def refuse_yaml(args: Namespace, argv: Sequence[str]) -> None:
@@ -98,13 +126,21 @@ def _layers_without_experts(layers: str | None, args: Namespace) -> list[str]:
         return []
     if chosen is None or getattr(args, "num_layers", None) is None:
         return []
-    # Megatron's own parser has turned expressions such as ([0]+[1]*3) into a list.
-    frequency = getattr(args, "moe_layer_freq", 1)
-    is_moe = [i % frequency == 0 for i in range(args.num_layers)] if isinstance(frequency, int) else frequency
-    # Multi-token prediction repeats the last decoder layer's kind, and its layers count on from there.
-    is_moe = [*is_moe, *(getattr(args, "mtp_num_layers", None) or 0) * is_moe[-1:]]
-    moe_layers = [i + 1 for i, moe in enumerate(is_moe) if moe]
+    moe_layers = _moe_layers(args)
     wrong = sorted(chosen - set(moe_layers))
     if not wrong:
         return []
     return [f"{flag_of('layers')}: found {wrong}, allowed are this model's MoE layers {moe_layers}"]
+
+
+def _moe_layers(args: Namespace) -> list[int]:
+    """Numbers from 1 of the layers with experts; those of multi-token prediction count on after the decoder's."""
+    if pattern := getattr(args, "hybrid_layer_pattern", None):
+        # Stages end at a bar, and after a slash come the layers of each prediction depth; E has experts.
+        return [i + 1 for i, kind in enumerate(pattern.replace("|", "").replace("/", "")) if kind == "E"]
+    # Megatron's own parser has turned expressions such as ([0]+[1]*3) into a list.
+    frequency = getattr(args, "moe_layer_freq", 1)
+    is_moe = [i % frequency == 0 for i in range(args.num_layers)] if isinstance(frequency, int) else frequency
+    # Multi-token prediction repeats the last decoder layer's kind.
+    is_moe = [*is_moe, *(getattr(args, "mtp_num_layers", None) or 0) * is_moe[-1:]]
+    return [i + 1 for i, moe in enumerate(is_moe) if moe]

@@ -8,7 +8,7 @@ from megatron_lrmoe.config import LrmConfig
 def retention_at(config: LrmConfig, iteration: int) -> Fraction:
     """Share of the pairs that keep their backward in one iteration.
 
-    It is 1 before ``start_iter``, then falls in ``ramp_iters`` equal steps, the first at ``start_iter``. It
+    It is 1 before ``first_iteration``, then falls in ``ramp_iters`` equal steps, the first at that iteration. It
     depends on the iteration number alone: a resumed run continues the ramp where it was.
 
     Args:
@@ -16,9 +16,9 @@ def retention_at(config: LrmConfig, iteration: int) -> Fraction:
         iteration: number of the iteration, from 0.
     """
     target = config.retention_fraction
-    if iteration < config.start_iter:
+    if iteration < config.first_iteration:
         return Fraction(1)
-    steps = iteration - config.start_iter + 1
+    steps = iteration - config.first_iteration + 1
     if steps >= config.ramp_iters:
         return target
     return 1 - (1 - target) * Fraction(steps, config.ramp_iters)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_lrmoe.config import ADVANCED, USUAL, LrmConfig, dest_of, field_help, flag_of
-from megatron_lrmoe.mcore.arguments import add_flags, config_from_args
+from megatron_lrmoe.mcore.arguments import add_flags, config_from_args, warm_up_iterations
 from megatron_lrmoe.mcore.support import REFUSALS
 
 # What the plugin needs of Megatron's namespace, as validate_args leaves it.
@@ -26,7 +26,9 @@ FITTING = {
 # A value that is refused, where it is not True.
 REFUSED = {
     "--num-experts": None,
-    "--moe-token-dispatcher-type": "flex",
+    "--moe-flex-dispatcher-backend": "ncclep",
+    "--moe-lrm-scope": "source",
+    "--moe-lrm-router-grad": "baseline",
     "--expert-tensor-parallel-size": 2,
     "--expert-tensor-parallel-num-weight-shards": 2,
     "--transformer-impl": "inference_optimized",
@@ -44,7 +46,7 @@ def parse(*words: str) -> Namespace:
 
 
 def run_args(*words: str, **megatron: Any) -> Namespace:
-    return Namespace(**vars(parse(*words)), **(FITTING | megatron))
+    return Namespace(**(vars(parse(*words)) | FITTING | megatron))
 
 
 def problems(args: Namespace) -> list[str]:
@@ -108,6 +110,31 @@ def test_flags_become_the_settings_they_name() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "iterations"),
+    [
+        ({}, 0),
+        ({"train_iters": 100, "lr_warmup_iters": 10}, 10),
+        ({"train_iters": 100, "lr_warmup_fraction": 0.07}, 7),
+        ({"train_iters": 100, "lr_warmup_fraction": 0.071}, 8),
+        ({"train_iters": 100, "lr_decay_iters": 50, "lr_warmup_fraction": 0.1}, 5),
+        ({"train_samples": 1000, "global_batch_size": 8, "lr_warmup_samples": 81}, 11),
+        ({"train_samples": 1000, "global_batch_size": 8, "lr_warmup_fraction": 0.1}, 13),
+        ({"train_samples": 1000, "lr_decay_samples": 400, "global_batch_size": 8, "lr_warmup_fraction": 0.1}, 5),
+    ],
+)
+def test_not_given_the_start_is_the_end_of_the_warm_up(given: dict[str, Any], iterations: int) -> None:
+    args = run_args("--moe-lrm-retention", "0.8", **given)
+    assert warm_up_iterations(args) == iterations
+    assert config_from_args(args).start_iter == iterations
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_given_start_wins_over_the_warm_up(start: int) -> None:
+    args = run_args("--moe-lrm-retention", "0.8", "--moe-lrm-start-iter", str(start), train_iters=9, lr_warmup_iters=5)
+    assert config_from_args(args).start_iter == start
+
+
 @pytest.mark.parametrize("words", ["", "--moe-lrm-retention 1.0", "--moe-lrm-retention 1"])
 def test_no_flag_and_retention_one_are_off_whatever_megatron_runs(words: str) -> None:
     assert not config_from_args(parse(*words.split())).enabled
@@ -155,7 +182,7 @@ def test_each_refused_setting_is_named_with_what_was_found_and_what_is_allowed(r
     given = {refusal.dest: value}
     if refusal.counts_with:
         assert config_from_args(run_args("--moe-lrm-retention", "0.5", **given)).enabled
-        given[refusal.counts_with] = True
+        given[refusal.counts_with] = refusal.among[0] if refusal.among else True
     (line,) = problems(run_args("--moe-lrm-retention", "0.5", **given))
     assert line.startswith(f"{refusal.flag}: found ") and repr(value) in line
     assert f", allowed is {refusal.allowed}: {refusal.why}" in line
@@ -167,9 +194,14 @@ def test_offloading_what_is_not_an_expert_is_fine() -> None:
     assert config_from_args(run_args("--moe-lrm-retention", "0.5", **modules)).enabled
 
 
-def test_the_default_dispatcher_names_the_flag_to_add() -> None:
-    (line,) = problems(run_args("--moe-lrm-retention", "0.5", moe_token_dispatcher_type="allgather"))
-    assert "add --moe-token-dispatcher-type alltoall" in line
+@pytest.mark.parametrize("dispatcher", ["allgather", "flex"])
+def test_other_dispatchers_run_without_what_only_a_source_can_do(dispatcher: str) -> None:
+    given = {"moe_token_dispatcher_type": dispatcher, "moe_flex_dispatcher_backend": "hybridep"}
+    assert config_from_args(run_args("--moe-lrm-retention", "0.5", **given)).enabled
+    words = "--moe-lrm-retention 0.5 --moe-lrm-scope source --moe-lrm-router-grad baseline"
+    lines = problems(run_args(*words.split(), **given))
+    assert [line.partition(":")[0] for line in lines] == ["--moe-lrm-scope", "--moe-lrm-router-grad"]
+    assert all("with --moe-token-dispatcher-type allgather" in line for line in lines)
 
 
 def test_expert_tensor_parallelism_says_where_the_unset_value_comes_from() -> None:
@@ -180,11 +212,11 @@ def test_expert_tensor_parallelism_says_where_the_unset_value_comes_from() -> No
 @pytest.mark.parametrize("retention", ["1.5", "0"])
 def test_everything_wrong_comes_in_one_error(retention: str) -> None:
     words = f"--moe-lrm-retention {retention} --moe-lrm-min-rows -1 --moe-lrm-layers 3-4,9"
-    lines = problems(run_args(*words.split(), fp8="e4m3", moe_token_dispatcher_type="flex"))
+    lines = problems(run_args(*words.split(), fp8="e4m3", moe_flex_dispatcher_backend="ncclep"))
     flags = ["retention", "min-rows"]
     assert [line.partition(":")[0] for line in lines] == [
         *(f"--moe-lrm-{flag}" for flag in flags),
-        "--moe-token-dispatcher-type",
+        "--moe-flex-dispatcher-backend",
         "--fp8-format",
         "--moe-lrm-layers",
     ]
@@ -216,6 +248,15 @@ def test_layers_must_be_moe_layers_of_this_model(
 def test_layers_of_multi_token_prediction_count_on_after_the_decoders(frequency: list[int], allowed: list[int]) -> None:
     words = "--moe-lrm-retention 0.5 --moe-lrm-layers 7"
     (line,) = problems(run_args(*words.split(), moe_layer_freq=frequency, mtp_num_layers=2))
+    assert line.endswith(f"this model's MoE layers {allowed}")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "allowed"), [("M*E-E", [3, 5]), ("ME|*E", [2, 4]), ("M*E/*E/*E", [3, 5, 7]), ("M*", [])]
+)
+def test_layers_of_hybrid_models_are_those_that_the_pattern_marks(pattern: str, allowed: list[int]) -> None:
+    words = "--moe-lrm-retention 0.5 --moe-lrm-layers 9"
+    (line,) = problems(run_args(*words.split(), hybrid_layer_pattern=pattern))
     assert line.endswith(f"this model's MoE layers {allowed}")
 
 
