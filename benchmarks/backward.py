@@ -1,10 +1,12 @@
-"""CPU time of the whole MoE layer's forward and backward, ours against Megatron's SequentialMLP layer.
+"""Time of the whole MoE layer's forward and backward, ours against Megatron's SequentialMLP layer.
 
     OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.backward
+    .venv/bin/python -m benchmarks.backward --device cuda --dtype bf16 --tokens 16384 --hidden 2048 --width 768
 
 One process, one thread, EP1. All variants share weights and input and take turns within every round, so a slow
-moment of the machine hits them alike; medians of process CPU time are compared. The ratio is to ``stock``:
-Megatron's layer with the unfused activation.
+moment of the machine hits them alike; medians are compared, on the CPU of process CPU time, on a GPU of the time until
+the GPU is done, with the peak memory that torch allocated. The ratio is to ``stock``: Megatron's layer with the unfused
+activation.
 """
 
 import argparse
@@ -17,19 +19,25 @@ from pathlib import Path
 import torch
 
 VARIANTS = ("stock", "stock fused", "lrm 0.8", "lrm 0.5", "lrm 0.8 topk", "lrm 0.8 source")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def main() -> None:
     """Measure and print a table."""
     options = parse()
-    start_megatron()
-    layers = {name: build(name, options) for name in VARIANTS}
+    start_megatron(options.device)
+    layers = {name: build(name, options).to(options.device, DTYPES[options.dtype]) for name in VARIANTS}
     state = layers["stock"].state_dict()
     for layer in layers.values():
         layer.load_state_dict(state)
-    x_TD = torch.randn(options.tokens, 1, options.hidden, generator=torch.Generator().manual_seed(1))
-    g_TD = torch.randn(x_TD.shape, generator=torch.Generator().manual_seed(2)) / options.tokens
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in VARIANTS}
+    x_TD, g_TD = (
+        torch.randn(options.tokens, 1, options.hidden, generator=torch.Generator().manual_seed(seed)).to(
+            options.device, DTYPES[options.dtype]
+        )
+        for seed in (1, 2)
+    )
+    g_TD /= options.tokens
+    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in VARIANTS}
     for round_number in range(options.rounds + 1):
         names = VARIANTS[round_number % len(VARIANTS) :] + VARIANTS[: round_number % len(VARIANTS)]
         for name in names:
@@ -44,13 +52,23 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     for name, default in (("tokens", 2048), ("hidden", 512), ("width", 512), ("experts", 16), ("top-k", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     return parser.parse_args()
 
 
-def start_megatron() -> None:
-    """One gloo process that Megatron takes for a whole job."""
+def start_megatron(device: str = "cpu") -> None:
+    """One process that Megatron takes for a whole job.
+
+    Raises:
+        RuntimeError: the device is 'cuda', and torch finds no GPU.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("--device: found 'cuda', allowed is 'cpu': torch finds no GPU")
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     from megatron_lrmoe.device import activate_if_needed
 
@@ -58,7 +76,8 @@ def start_megatron() -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    backend = "nccl" if device == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
@@ -102,29 +121,45 @@ def build(name: str, options: argparse.Namespace) -> torch.nn.Module:
     return layer.train()
 
 
-def once(layer: torch.nn.Module, x_TD: torch.Tensor, g_TD: torch.Tensor) -> tuple[float, float]:
-    """CPU seconds of one forward and one backward."""
+def once(layer: torch.nn.Module, x_TD: torch.Tensor, g_TD: torch.Tensor) -> tuple[float, float, float]:
+    """Seconds of one forward and one backward, and on a GPU the peak GiB."""
     layer.zero_grad(set_to_none=True)
     x_TD = x_TD.detach().requires_grad_()
-    start = time.process_time()
+    on_gpu = x_TD.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    start = now(on_gpu)
     out, _ = layer(x_TD)
-    middle = time.process_time()
+    middle = now(on_gpu)
     out.backward(g_TD)
-    return middle - start, time.process_time() - middle
+    end = now(on_gpu)
+    return middle - start, end - middle, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
 
 
-def show(times: dict[str, list[tuple[float, float]]], options: argparse.Namespace) -> None:
+def now(on_gpu: bool) -> float:
+    """Process CPU seconds, or on a GPU the seconds when it has done all its work."""
+    if not on_gpu:
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def show(times: dict[str, list[tuple[float, float, float]]], options: argparse.Namespace) -> None:
     """Medians and ratios to ``stock``."""
     medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in times.items()}
     base = medians["stock"]
     print(
         f"T {options.tokens}, hidden {options.hidden}, F {options.width}, {options.experts} experts, "
-        f"top-{options.top_k}, fp32, 1 thread, EP1, {options.rounds} rounds, torch {torch.__version__}"
+        f"top-{options.top_k}, {options.dtype}, {options.device}, EP1, {options.rounds} rounds, "
+        f"torch {torch.__version__}"
     )
-    print(f"{'variant':16} {'forward ms':>10} {'ratio':>6} {'backward ms':>12} {'ratio':>6}")
-    for name, (forward, backward) in medians.items():
+    memory_title = f" {'peak GiB':>9}" if options.device == "cuda" else ""
+    print(f"{'variant':16} {'forward ms':>10} {'ratio':>6} {'backward ms':>12} {'ratio':>6}{memory_title}")
+    for name, (forward, backward, peak) in medians.items():
+        memory = f" {peak:9.2f}" if options.device == "cuda" else ""
         print(
-            f"{name:16} {forward * 1e3:10.1f} {forward / base[0]:6.3f} {backward * 1e3:12.1f} {backward / base[1]:6.3f}"
+            f"{name:16} {forward * 1e3:10.1f} {forward / base[0]:6.3f} "
+            f"{backward * 1e3:12.1f} {backward / base[1]:6.3f}{memory}"
         )
     if options.json:
         options.json.write_text(json.dumps(medians, indent=1))

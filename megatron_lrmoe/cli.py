@@ -14,7 +14,12 @@ FAILED, USER_ERROR = 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status: 2 for bad input, 1 for a failed run."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    # What is left over is for Megatron's own parser, and only check has one.
+    args, rest = parser.parse_known_args(argv)
+    if rest and args.command != "check":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.flags = rest
     try:
         return args.run(args)
     except ValueError as error:
@@ -34,11 +39,27 @@ def _parser() -> argparse.ArgumentParser:
         "torchrun ... -m megatron_lrmoe.run PATH/pretrain_gpt.py ARGS",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_check(commands)
     _add_data(commands)
     _add_demo(commands)
     _add_plan(commands)
     _add_ablate(commands)
     return parser
+
+
+def _add_check(commands: argparse._SubParsersAction) -> None:
+    check = commands.add_parser(
+        "check",
+        usage="megatron-lrmoe check [-h] [MEGATRON FLAGS ...]",
+        help="say what a launch line's flags mean and which are refused, without a GPU",
+        description="Print the versions found, every setting of the plugin with its origin, everything that a run "
+        "with these flags would refuse, and the table of refusals. Exit status 0 when nothing is refused. "
+        "WORLD_SIZE is the number of ranks (default: as few as the flags allow); MEGATRON_LM_PATH names a checkout.",
+        epilog="For example: megatron-lrmoe check --num-experts 64 ... --moe-lrm-retention 0.8",
+        # A shortened word would be taken from Megatron's flags.
+        allow_abbrev=False,
+    )
+    check.set_defaults(run=_check)
 
 
 def _add_data(commands: argparse._SubParsersAction) -> None:
@@ -190,6 +211,12 @@ def _add_plan_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ffn", type=int, help="width of an expert")
     group.add_argument("--tile-rows", type=int, help="limits count an expert's rows in whole tiles (default: 1)")
     group.add_argument("--group-rows", type=int, help="rows that limits add for an expert with any (default: 0)")
+
+
+def _check(args: argparse.Namespace) -> int:
+    from megatron_lrmoe.mcore import check
+
+    return check.run(args.flags)
 
 
 def _data_build(args: argparse.Namespace) -> int:

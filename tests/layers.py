@@ -160,26 +160,34 @@ class FixedRouter(torch.nn.Module):
         return self.answer
 
 
-_groups: dict[int, dict[str, Any]] = {}
+_groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+_current: tuple[Any, ...] = ()
 
 
-def parallel(expert_parallel: int) -> None:
-    """Megatron's process groups for this expert-parallel size, made once per worker and size.
+def parallel(expert_parallel: int, **sizes: int) -> None:
+    """Megatron's process groups for these sizes, made once per worker and sizes.
 
     Megatron drops groups without ending them, and each keeps a dozen gloo threads: made anew for every other case they
     are thousands before long, which no machine bears.
+
+    Args:
+        expert_parallel: ranks that share the experts.
+        sizes: further arguments of Megatron's initialize_model_parallel.
     """
     from megatron.core import parallel_state
 
+    global _current
+    wanted = (expert_parallel, *sorted(sizes.items()))
     if parallel_state.model_parallel_is_initialized():
-        if parallel_state.get_expert_model_parallel_world_size() == expert_parallel:
+        if wanted == _current:
             return
         parallel_state.destroy_model_parallel()
-    if expert_parallel in _groups:
-        vars(parallel_state).update(_groups[expert_parallel])
+    _current = wanted
+    if wanted in _groups:
+        vars(parallel_state).update(_groups[wanted])
         return
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel)
-    _groups[expert_parallel] = {
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel, **sizes)
+    _groups[wanted] = {
         name: value
         for name, value in vars(parallel_state).items()
         if name.startswith("_") and not name.startswith("__") and not callable(value)

@@ -13,6 +13,14 @@ import torch
 
 from tests import layers
 
+PARALLEL_FLAGS = {
+    "tensor_model_parallel_size": "--tensor-model-parallel-size",
+    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+    "context_parallel_size": "--context-parallel-size",
+    "expert_tensor_parallel_size": "--expert-tensor-parallel-size",
+}
+
 
 @dataclass(frozen=True)
 class TrainingRun:
@@ -35,7 +43,7 @@ def run(flags: list[str], plugin: bool = True) -> TrainingRun:
     """Train with Megatron's flags in this worker, with the adaptor imported or, in a fresh worker, without it."""
     from megatron_lrmoe.device import with_cpu_flags
 
-    reset(int(flags[flags.index("--expert-model-parallel-size") + 1]))
+    reset(flags)
     if plugin:
         import megatron_lrmoe.megatron_adaptor  # noqa: F401
     elif "megatron_lrmoe.mcore.adaptor" in sys.modules:
@@ -106,12 +114,16 @@ def moe_classes(models: list[Any]) -> list[str]:
     return []
 
 
-def reset(expert_parallel: int) -> None:
+def reset(flags: list[str]) -> None:
     """Take down what an earlier run left in Megatron's globals.
 
-    Process groups of this expert-parallel size stay, or are made: Megatron uses those that it finds.
+    Process groups of the flags' sizes stay, or are made: Megatron uses those that it finds.
     """
     from megatron_lrmoe.mcore import ablate_worker
 
+    def size(flag: str) -> int | None:
+        return int(flags[flags.index(flag) + 1]) if flag in flags else None
+
     ablate_worker.reset()
-    layers.parallel(expert_parallel)
+    sizes = {name: size(flag) for name, flag in PARALLEL_FLAGS.items()}
+    layers.parallel(size("--expert-model-parallel-size") or 1, **{name: n for name, n in sizes.items() if n})

@@ -10,6 +10,7 @@ import torch
 from megatron_lrmoe.compute.activation import Activation
 from megatron_lrmoe.compute.flow import PairFlow
 from megatron_lrmoe.compute.grouped import Backend, rows_times_weights, weight_grads
+from megatron_lrmoe.compute.local_flow import LocalFlow
 from megatron_lrmoe.compute.stage import phantom
 from megatron_lrmoe.pairs import KeptRows
 from megatron_lrmoe.recalibration.score import row_norm_sq
@@ -36,7 +37,7 @@ def expert_mlp(
     alpha_N: torch.Tensor,
     weights: ExpertWeights,
     activation: Activation,
-    flow: PairFlow,
+    flow: PairFlow | LocalFlow,
     backend: Backend,
 ) -> torch.Tensor:
     """Run this rank's experts on every row, and later their backward on the rows that ``flow`` has kept.
@@ -50,7 +51,8 @@ def expert_mlp(
         weights: see ExpertWeights.
         activation: what lies between fc1 and fc2.
         flow: of this forward call; it is told the row norms of fc2's input, may then name the rows that alone are to
-            be saved, and in backward gives the kept gradient rows and takes their dx and dalpha.
+            be saved, and in backward gives the kept gradient rows and takes their dx and dalpha. A PairFlow's rows
+            come and go on the flow itself, a LocalFlow's are chosen from autograd's gradient and handed back to it.
         backend: of the grouped GEMMs.
 
     Returns:
@@ -83,10 +85,10 @@ class _ExpertMLP(torch.autograd.Function):
         return y_ND
 
     @staticmethod
-    def backward(ctx: Any, *phantoms: torch.Tensor):  # the rows are on the flow
+    def backward(ctx: Any, g_ND: torch.Tensor):
         weights, activation, flow, backend = ctx.args
         x_saved, alpha_saved, *z_parts = ctx.saved_tensors
-        kept, g_MD = flow.take_kept_gradient()
+        kept, g_MD = flow.take_kept_gradient(g_ND)
         wants_dx, wants_dalpha, *wants_dw = ctx.needs_input_grad[1:]
         dx_MD = torch.empty_like(g_MD) if wants_dx else None
         dalpha_M = alpha_saved.new_empty(g_MD.shape[0])
@@ -115,12 +117,12 @@ class _ExpertMLP(torch.autograd.Function):
                 rows_times_weights(dz, weights.fc1[some], counts, backend, transpose=False, out=dx_MD[part])
         if probe is not None:
             flow.give_probe(probe)
-        flow.give_row_gradients(dx_MD, dalpha_M)
+        dx, dalpha = flow.give_row_gradients(dx_MD, dalpha_M)
         grads = (dw1 + dw2) or [None] * len(wants_dw)
         grads = [grad if wanted else None for grad, wanted in zip(grads, wants_dw, strict=True)]
-        dx = phantom(*ctx.x_like) if wants_dx else None
-        dalpha = phantom(*ctx.alpha_like) if wants_dalpha else None
-        return None, dx, dalpha, *grads
+        dx = phantom(*ctx.x_like) if dx is None else dx
+        dalpha = phantom(*ctx.alpha_like) if dalpha is None else dalpha
+        return None, dx if wants_dx else None, dalpha if wants_dalpha else None, *grads
 
 
 def _only_kept(

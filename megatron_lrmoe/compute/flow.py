@@ -144,8 +144,8 @@ class PairFlow:
             self.report("selection", early.costs(g_MD))
         return g_MD if self.plan.config.selection == "topk" else weigh_rows(g_MD, early.kept.weight_M)
 
-    def take_kept_gradient(self) -> tuple[KeptRows, torch.Tensor]:
-        """Kept rows of expert order and their (M, D) gradient, weights already multiplied in."""
+    def take_kept_gradient(self, _: torch.Tensor) -> tuple[KeptRows, torch.Tensor]:
+        """Kept rows of expert order and their (M, D) gradient, weights multiplied in; autograd's is a phantom."""
         g_MD, self.g_MD = taken(self.g_MD), None
         return taken(self.kept), g_MD
 
@@ -161,12 +161,17 @@ class PairFlow:
         if self.report is not None:
             self.report("probe", probe.sums)
 
-    def give_row_gradients(self, dx_MD: torch.Tensor | None, dalpha_M: torch.Tensor) -> None:
-        """From the experts: gradients of the kept rows' input and combine weight, in expert order."""
+    def give_row_gradients(self, dx_MD: torch.Tensor | None, dalpha_M: torch.Tensor) -> tuple[None, None]:
+        """From the experts: gradients of the kept rows' input and combine weight, in expert order.
+
+        Returns:
+            What autograd is to be handed for them: phantoms.
+        """
         if self.early is not None and self.plan.config.router_grad == "baseline":
             # The source, which takes the weights out of dalpha for the baseline, does not have these.
             dalpha_M = (dalpha_M / self.early.kept.weight_M).to(dalpha_M.dtype)
         self.dx_MD, self.dalpha_M = dx_MD, dalpha_M
+        return None, None
 
     def sort_backward(self, dx_ND: torch.Tensor, dalpha_N: torch.Tensor) -> tuple[None, None]:
         """Bring rows from expert to wire order; dense ones if they come from experts that are not ours."""

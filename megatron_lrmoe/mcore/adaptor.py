@@ -10,6 +10,8 @@ What is replaced at once, and changes nothing in a run without ``--moe-lrm-reten
   ``--yaml-cfg``, which drops every flag.
 - ``get_moe_module_spec_for_backend`` in ``moe_module_specs`` and ``gpt_layer_specs``: its spec builds our
   layer when the config says so, Megatron's otherwise.
+- the MoE layer in ``hybrid_stack_spec`` of ``hybrid_layer_specs``, in the same way: that spec is made while Megatron is
+  imported, so a changed function comes too late for it.
 
 What is replaced when the first config asks for the plugin:
 
@@ -32,12 +34,14 @@ from operator import attrgetter
 from typing import Any
 
 from megatron_lrmoe.config import LrmConfig
+from megatron_lrmoe.mcore import versions
 
 logger = logging.getLogger(__name__)
 
 _CONFIG = "core_transformer_config_from_args"
 _YAML = "core_transformer_config_from_yaml"
 _SPEC = "get_moe_module_spec_for_backend"
+_HYBRID = ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec.submodules.moe_layer.submodules")
 
 PATCHED = (
     ("megatron.training.arguments", "add_megatron_arguments"),
@@ -54,9 +58,12 @@ NEEDED = (
     ("megatron.core.transformer.moe.moe_logging", "MoEMetricsTracker.report"),
     ("megatron.core.transformer.moe.moe_utils", "get_default_pg_collection"),
     ("megatron.core.transformer.moe.moe_layer", "MoELayer.preprocess"),
+    ("megatron.core.transformer.moe.moe_layer", "MoELayer.dispatch"),
     ("megatron.core.transformer.moe.experts", "SequentialMLP.forward"),
     ("megatron.core.transformer.moe.experts", "TEGroupedMLP.forward"),
     ("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu"),
+    ("megatron.core.transformer.moe.token_dispatcher", "MoEAllGatherTokenDispatcher"),
+    ("megatron.core.transformer.moe.token_dispatcher", "MoEFlexTokenDispatcher"),
     *(
         ("megatron.core.transformer.moe.token_dispatcher", f"MoEAlltoAllTokenDispatcher.{method}")
         for method in (
@@ -89,6 +96,8 @@ def install() -> None:
     originals = {place: _find(*place) for place in PATCHED}
     originals = {place: f for place, f in originals.items() if not hasattr(f, "_megatron_lrmoe")}
     _refuse_stale_bindings(originals)
+    if originals:
+        versions.warn_if_unknown()
     wrap = {
         "add_megatron_arguments": _with_flags,
         _CONFIG: _with_settings,
@@ -99,6 +108,7 @@ def install() -> None:
         replacement = wrap[name](original)
         replacement._megatron_lrmoe = True
         setattr(sys.modules[module], name, replacement)
+    _touch_hybrid_spec()
 
 
 def _find(module: str, name: str) -> Any:
@@ -106,15 +116,8 @@ def _find(module: str, name: str) -> Any:
         return attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"megatron_lrmoe needs {module}.{name}, which Megatron {_version()} does not have: {error}"
+            f"megatron_lrmoe needs {module}.{name}, which Megatron {versions.found()} does not have: {error}"
         ) from error
-
-
-def _version() -> str:
-    try:
-        return str(importlib.import_module("megatron.core.package_info").__version__)
-    except (ImportError, AttributeError):
-        return "(version unknown)"
 
 
 def _refuse_stale_bindings(originals: dict[tuple[str, str], Any]) -> None:
@@ -183,6 +186,17 @@ def _with_layer(stock: Any) -> Any:
     return get_moe_module_spec_for_backend
 
 
+def _touch_hybrid_spec() -> None:
+    """Let hybrid models build our layer; without such a spec, a layer that is not ours is refused when built."""
+    try:
+        submodules = _find(*_HYBRID)
+    except ImportError:
+        return
+    spec = submodules.mlp
+    if isinstance(spec, partial) and spec.func is not build_moe_layer:
+        submodules.mlp = partial(build_moe_layer, spec.func, *spec.args, **spec.keywords)
+
+
 def build_moe_layer(stock_layer: Any, *args: Any, config: Any, **kwargs: Any) -> Any:
     """Build our layer if ``config.moe_lrm`` asks for it, else ``stock_layer``.
 
@@ -219,9 +233,10 @@ def _activate(settings: LrmConfig) -> None:
             places.append(f"{method.__module__}.{method.__qualname__}")
         # A warning, because Megatron sets its own logging level only later.
         logger.warning(
-            "dropping MoE backward work: %s; replaced in Megatron %s: %s",
+            "dropping MoE backward work from iteration %d on: %s; replaced in Megatron %s: %s",
+            settings.first_iteration,
             settings,
-            _version(),
+            versions.found(),
             ", ".join(places),
         )
 

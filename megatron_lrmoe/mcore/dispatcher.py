@@ -1,11 +1,12 @@
 """Megatron's all-to-all dispatcher with a backward that moves kept rows only."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from megatron_lrmoe.compute.flow import PairFlow
 from megatron_lrmoe.compute.stage import OutputStage, Stage
 from megatron_lrmoe.mcore.call import LayerCall
 
@@ -15,6 +16,9 @@ class LRMAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     An instance of Megatron's class becomes one by ``__class__`` assignment (see LRMoELayer), so there is no
     ``__init__``; outside a call every method is the parent's.
+
+    Overlapped shared experts are computed by the parent's methods in between. Autograd does not record what runs inside
+    a Stage, so in a call their steps are taken out of those methods and run beside the Stages, in the same order.
     """
 
     call: LayerCall | None = None
@@ -43,21 +47,31 @@ class LRMAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
         permute = super().dispatch_preprocess
         shape = hidden_states.shape
-        x_PD, alpha_P = Stage.apply(
-            lambda x_TD, probs_TE: permute(x_TD.view(shape), routing_map, probs_TE),
-            self.call.flow.permute_backward,
-            hidden_states.view(-1, shape[-1]),
-            probs,
-        )
+        with self._shared_experts_apart() as shared:
+            if shared is not None:
+                shared.pre_forward_comm(hidden_states)
+            x_PD, alpha_P = Stage.apply(
+                lambda x_TD, probs_TE: permute(x_TD.view(shape), routing_map, probs_TE),
+                self.call.flow.permute_backward,
+                hidden_states.view(-1, shape[-1]),
+                probs,
+            )
         if self.call.config.needs_alpha_at_source:
             self.call.flow.attach_alpha(alpha_P)
         return x_PD, alpha_P
 
     def token_dispatch(self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor):
         """Send rows to the owners of their experts."""
-        return self._stage(
-            super().token_dispatch, PairFlow.dispatch_backward, permutated_local_input_tokens, permuted_probs
-        )
+        if self.call is None:
+            return super().token_dispatch(permutated_local_input_tokens, permuted_probs)
+        run, back = super().token_dispatch, self.call.flow.dispatch_backward
+        with self._shared_experts_apart() as shared:
+            if shared is not None:
+                shared.wait_current_stream()
+            x_ND, alpha_N = Stage.apply(run, back, permutated_local_input_tokens, permuted_probs)
+            if shared is not None:
+                shared.linear_fc1_forward_and_act(x_ND)
+        return x_ND, alpha_N
 
     def dispatch_postprocess(self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor):
         """Sort the received rows by expert, and fix this call's quotas: its loads are on the host now."""
@@ -78,30 +92,47 @@ class LRMAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Bring the experts' output rows from expert to wire order."""
-        if self.call is not None:
-            self.call.flow.share_norms()
-            self.call.flow.share_choice()
-        return self._stage(super().combine_preprocess, PairFlow.unsort_backward, hidden_states)
+        if self.call is None:
+            return super().combine_preprocess(hidden_states)
+        self.call.flow.share_norms()
+        self.call.flow.share_choice()
+        return Stage.apply(super().combine_preprocess, self.call.flow.unsort_backward, hidden_states)
 
     def token_combine(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Send output rows back to their sources."""
+        if self.call is None:
+            return super().token_combine(hidden_states, *args, **kwargs)
         combine = super().token_combine
-        return self._stage(lambda y: combine(y, *args, **kwargs), PairFlow.combine_backward, hidden_states)
+        with self._shared_experts_apart() as shared:
+            if shared is not None:
+                shared.wait_current_stream()
+            y_PD = Stage.apply(
+                lambda y_ND: combine(y_ND, *args, **kwargs), self.call.flow.combine_backward, hidden_states
+            )
+            if shared is not None:
+                shared.linear_fc2_forward(y_PD)
+                shared.post_forward_comm()
+        return y_PD
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         """Sum each token's rows; in backward this is where the gradient arrives and pairs are chosen.
 
-        The result is the routed output alone: shared experts are added later, to a new tensor (moe_layer.py:588);
-        their overlapped form, which would add them here, is refused.
+        Shared experts are added to a new tensor: the routed output alone is what the router's baseline keeps.
         """
         run, call = super().combine_postprocess, self.call
         if call is None:
             return run(permutated_local_input_tokens)
         self.call = None
         stage = OutputStage if call.config.router_grad == "baseline" else Stage
-        return stage.apply(run, call.flow.unpermute_backward, permutated_local_input_tokens)
+        with self._shared_experts_apart() as shared:
+            output = stage.apply(run, call.flow.unpermute_backward, permutated_local_input_tokens)
+        return output if shared is None else output + shared.get_output()
 
-    def _stage(self, run: Any, back: Any, *tensors: torch.Tensor) -> Any:
-        if self.call is None:
-            return run(*tensors)
-        return Stage.apply(run, back.__get__(self.call.flow), *tensors)
+    @contextmanager
+    def _shared_experts_apart(self) -> Iterator[Any]:
+        """Hide overlapped shared experts from the parent's methods; yields them, or None."""
+        shared, self.shared_experts = self.shared_experts, None
+        try:
+            yield shared
+        finally:
+            self.shared_experts = shared

@@ -9,6 +9,7 @@ from megatron_lrmoe.compute.activation import Activation
 from megatron_lrmoe.compute.experts import ExpertWeights, expert_mlp
 from megatron_lrmoe.compute.flow import PairFlow
 from megatron_lrmoe.compute.grouped import Backend
+from megatron_lrmoe.compute.local_flow import LocalFlow
 
 
 class _LRMExperts(torch.nn.Module):
@@ -19,7 +20,7 @@ class _LRMExperts(torch.nn.Module):
     """
 
     config: Any
-    flow: PairFlow | None = None
+    flow: PairFlow | LocalFlow | None = None
     gemm: str = "auto"
 
     def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs, **kwargs):
@@ -29,6 +30,7 @@ class _LRMExperts(torch.nn.Module):
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs, **kwargs)
         if given := [name for name, value in kwargs.items() if value is not None]:
             raise RuntimeError(f"{type(self).__name__} does not know the expert arguments {given}")
+        _check_counts(flow.counts_e, permuted_local_hidden_states, tokens_per_expert)
         weights = ExpertWeights(*self._live_weights(), self.config.gradient_accumulation_fusion)
         backend = self._backend(permuted_local_hidden_states)
         activation = _activation_of(self.config)
@@ -75,6 +77,16 @@ class LRMTEGroupedMLP(_LRMExperts, TEGroupedMLP):
 
     def _linear_layers(self):
         return [self.linear_fc1], [self.linear_fc2]
+
+
+def _check_counts(counts_e: list[int], x_ND: torch.Tensor, tokens_per_expert: torch.Tensor) -> None:
+    """Raise if the rows are not those that the quotas were fixed for; counts on a device are not waited for."""
+    found: Any = tokens_per_expert.tolist() if tokens_per_expert.device.type == "cpu" else counts_e
+    if found != counts_e or x_ND.shape[0] != sum(counts_e):
+        raise RuntimeError(
+            f"the dispatcher brought {x_ND.shape[0]} rows, {found} by expert, allowed are the {counts_e} that were "
+            "routed: rows must not be dropped, added or padded on the way"
+        )
 
 
 def _weights_of(layer: Any) -> list[torch.nn.Parameter]:

@@ -23,16 +23,18 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.utils import (
     StragglerDetector,
-    flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
 from megatron.training import get_args, get_timers, inprocess_restart, pretrain, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from megatron_lrmoe.mcore import versions
+from megatron_lrmoe.mcore.versions import accepted
 
 TOKEN_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 PACKING_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
@@ -82,11 +84,13 @@ def train() -> None:
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     # Megatron asks this attribute whether every rank calls the provider, or the first of a group only.
     datasets.is_distributed = True  # type: ignore[attr-defined]
+    settings, model_provider = versions.gpt_model(args)
     train_function(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        pretrain_cfg_container_from_args(args, settings),
         datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
+        model_provider=model_provider,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
         store=store,
         get_embedding_ranks=embedding_ranks,
     )
@@ -141,7 +145,7 @@ def loss_and_report(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Ten
 def next_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, Any]:
     """This rank's share of the next microbatch; None for what its pipeline stage does not need."""
     args = arguments()
-    packed = args.dataloader_inter_document_masking
+    packed = versions.packs_documents(args)
     mtp = mtp_is_here(vp_stage)
     needs_tokens = mtp or is_first_or_last_pipeline_stage(vp_stage)
     if not needs_tokens and not packed:
@@ -159,7 +163,7 @@ def next_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, 
         broadcast_src_rank=parallel.get_tensor_model_parallel_src_rank(),
         broadcast_group=parallel.get_tensor_model_parallel_group(),
         tp_rank=tp_rank,
-        has_cu_seqlens=packed,
+        **accepted(get_batch_on_this_tp_rank, has_cu_seqlens=packed, is_sft=packed),
         is_hybrid_cp=args.hybrid_context_parallel,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         cp_size=args.context_parallel_size,
@@ -170,7 +174,7 @@ def next_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, 
         is_pipeline_first_stage=parallel.is_pipeline_first_stage(),
         is_pipeline_last_stage=parallel.is_pipeline_last_stage(),
     )
-    batch = flatten_batch_for_packed_sequences(batch)
+    batch = versions.flat_batch(batch)
     if not needs_tokens:
         return {**dict.fromkeys(BATCH_KEYS), **{key: batch[key] for key in PACKING_KEYS}}
     return get_batch_on_this_cp_rank(
@@ -178,7 +182,7 @@ def next_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, 
         is_hybrid_cp=args.hybrid_context_parallel,
         cp_group=parallel.get_context_parallel_group(),
         hybrid_cp_group_func=parallel.get_hybrid_data_context_parallel_groups,
-        use_per_sequence_balancing=packed,
+        **accepted(get_batch_on_this_cp_rank, use_per_sequence_balancing=packed),
     )
 
 
@@ -201,7 +205,7 @@ def packed_sequences(batch: dict[str, Any]) -> PackedSeqParams:
         "max_seqlen_q": longest,
         "max_seqlen_kv": longest,
         "cp_group": batch["hybrid_cp_group"],
-        "tokens_per_sample": arguments().seq_length,
+        **accepted(PackedSeqParams, tokens_per_sample=arguments().seq_length),
     }
     if batch["local_cp_size"] is not None:
         fields["local_cp_size"] = int(batch["local_cp_size"].item())
@@ -241,7 +245,7 @@ def dataset_config(args: Any) -> GPTDatasetConfig:
         create_attention_mask=args.create_attention_mask_in_dataloader,
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
         fast_cache_load=args.dataloader_fast_cache_load,
-        inter_document_masking=args.dataloader_inter_document_masking,
+        **accepted(GPTDatasetConfig, inter_document_masking=versions.packs_documents(args)),
         path_to_cache=args.data_cache_path,
         random_seed=args.seed,
         sequence_length=args.seq_length,

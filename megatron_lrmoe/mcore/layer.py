@@ -1,26 +1,38 @@
 """MoELayer whose backward keeps only the most valuable pairs."""
 
+import logging
+from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from typing import cast
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    MoEFlexTokenDispatcher,
+)
 
 from megatron_lrmoe.config import LrmConfig
 from megatron_lrmoe.mcore import adaptive, clock, metrics
-from megatron_lrmoe.mcore.call import LayerCall
+from megatron_lrmoe.mcore.call import LayerCall, LocalCall, loads_sent
 from megatron_lrmoe.mcore.dispatcher import LRMAlltoAllTokenDispatcher
 from megatron_lrmoe.mcore.experts import LRMSequentialMLP, LRMTEGroupedMLP
 from megatron_lrmoe.pairs import DrawKey
 from megatron_lrmoe.recalibration.balance import RowBytes
 from megatron_lrmoe.recalibration.schedule import retention_at
 
+logger = logging.getLogger(__name__)
+
 # Most derived first: Megatron's inference-only subclass of TEGroupedMLP is not in it and is refused.
 _OURS = {
     MoEAlltoAllTokenDispatcher: LRMAlltoAllTokenDispatcher,
+    # They move every row in backward too and stay what they are.
+    MoEAllGatherTokenDispatcher: MoEAllGatherTokenDispatcher,
+    MoEFlexTokenDispatcher: MoEFlexTokenDispatcher,
     SequentialMLP: LRMSequentialMLP,
     TEGroupedMLP: LRMTEGroupedMLP,
 }
@@ -48,7 +60,7 @@ class LRMoELayer(MoELayer):
         self._iteration, self._microbatch = -1, 0
         adaptive.restart()
         self._row_bytes = RowBytes.of(
-            config.hidden_size,
+            config.moe_latent_size or config.hidden_size,
             config.moe_ffn_hidden_size,
             config.gated_linear_unit,
             config.params_dtype.itemsize,
@@ -58,13 +70,38 @@ class LRMoELayer(MoELayer):
         _become_ours(self.token_dispatcher)
         _become_ours(self.experts)
         self._our_experts.gemm = settings.gemm
+        self._local_call: LocalCall | None = None
+        self._moves_every_row = not isinstance(self.token_dispatcher, LRMAlltoAllTokenDispatcher)
+        if self._moves_every_row:
+            # g and dX of every routed row are whole tensors in the experts' backward, and so is dalpha.
+            whole = 2 * (config.moe_latent_size or config.hidden_size) * config.params_dtype.itemsize + 4
+            self._row_bytes = replace(self._row_bytes, saved=self._row_bytes.saved + whole)
+            _say_once(config.moe_token_dispatcher_type)
 
     def preprocess(self, hidden_states, probs, routing_map):
         """Open a call if backward work is to be dropped, then permute as Megatron does."""
-        call = self._open_call()
-        self._our_dispatcher.call = call
-        self._our_experts.flow = call.flow if call is not None else None
+        self._our_experts.flow = None
+        if self._moves_every_row:
+            call = self._local_call = self._open_call(LocalCall)
+            prepared = super().preprocess(hidden_states, probs, routing_map)
+            if call is not None:
+                call.count(loads_sent(self.token_dispatcher, routing_map))
+            return prepared
+        call = self._our_dispatcher.call = self._open_call(LayerCall)
+        if call is not None:
+            self._our_experts.flow = call.flow
         return super().preprocess(hidden_states, probs, routing_map)
+
+    def dispatch(self, hidden_states, probs):
+        """Send rows as Megatron does; where the dispatcher moves every row, then fix the quotas of an open call.
+
+        Not earlier, since that waits for the loads.
+        """
+        dispatched = super().dispatch(hidden_states, probs)
+        call, self._local_call = self._local_call, None
+        if call is not None:
+            self._our_experts.flow = call.settled()
+        return dispatched
 
     @property
     def _our_dispatcher(self) -> LRMAlltoAllTokenDispatcher:
@@ -80,7 +117,7 @@ class LRMoELayer(MoELayer):
         after = self.config.num_layers if self.is_mtp_layer else 0
         return after + (self.layer_number or 0)
 
-    def _open_call(self) -> LayerCall | None:
+    def _open_call[C: (LayerCall, LocalCall)](self, kind: type[C]) -> C | None:
         # Recompute runs a forward without gradients first and repeats it with them in backward. Only the second has
         # a backward of its own, so only it opens a call, counts as a microbatch and records metrics.
         if not (self.training and torch.is_grad_enabled()):
@@ -101,7 +138,7 @@ class LRMoELayer(MoELayer):
         retention = self._retention(layer, iteration) if covered or self.always_compact else Fraction(1)
         if retention == 1 and not self.always_compact:
             return None
-        return LayerCall(self.lrm_config, key, retention, self.ep_group, self._row_bytes)
+        return kind(self.lrm_config, key, retention, self.ep_group, self._row_bytes)
 
     def _retention(self, layer: int, iteration: int) -> Fraction:
         if not self.lrm_config.adaptive:
@@ -118,3 +155,14 @@ def _become_ours(part) -> None:
         names = [cls.__name__ for cls in _OURS]
         raise RuntimeError(f"--moe-lrm-retention: found a {type(part).__name__}, allowed are {names}")
     part.__class__ = ours
+
+
+@cache
+def _say_once(dispatcher_type: str) -> None:
+    if torch.distributed.get_rank() == 0:
+        # A warning, because Megatron sets its own logging level only later.
+        logger.warning(
+            "--moe-token-dispatcher-type %s: dropped pairs save the GEMMs of their experts' backward only, their rows "
+            "are still sent; with --moe-token-dispatcher-type alltoall they are not",
+            dispatcher_type,
+        )

@@ -19,6 +19,8 @@ From calls that probe (``--moe-lrm-probe-interval``), whatever the selection of 
 - kappa: squared norm of the sum of those gradients that topk drops / the sum of their squared norms; 1 if they had
   nothing in common, more if they point the same way.
 - topk_dropped_mass, unbiased_variance: what the first two would be with topk and with unbiased.
+
+With ``--log-throughput``, flops_share (``mcore/throughput.py``).
 """
 
 import inspect
@@ -33,6 +35,7 @@ import torch.distributed as dist
 
 from megatron_lrmoe.compute.bias import PROBE_SUMS
 from megatron_lrmoe.config import flag_of
+from megatron_lrmoe.mcore import throughput
 from megatron_lrmoe.recalibration.plan import KeepPlan
 from megatron_lrmoe.recalibration.quality import SELECTION_SUMS
 
@@ -237,7 +240,7 @@ def reporting(stock_report: Any, per_layer: bool) -> Any:
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         table = reduced(layers, device)
         _advise(table)
-        scalars = scalars_of(table, per_layer)
+        scalars = scalars_of(table, per_layer) | throughput.figures(table)
         writer, wandb_writer = given.get("writer"), given.get("wandb_writer")
         if writer is not None:
             for name, value in scalars.items():

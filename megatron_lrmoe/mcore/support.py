@@ -17,6 +17,7 @@ class Refusal:
         allowed: what to use instead.
         why: one clause.
         counts_with: attribute without which this one has no effect.
+        among: values of that attribute with which it has; any but a false one where none are given.
     """
 
     flag: str
@@ -25,6 +26,7 @@ class Refusal:
     allowed: str
     why: str
     counts_with: str | None = None
+    among: tuple[str, ...] = ()
 
     def sentence(self, args: Namespace) -> str | None:
         """Flag, what was found, what is allowed and why; None if nothing is refused.
@@ -32,11 +34,17 @@ class Refusal:
         Settings that this version of Megatron does not have count as not given.
         """
         value = getattr(args, self.dest, None)
-        if not self.refused(value) or (self.counts_with and not getattr(args, self.counts_with, None)):
+        if not self.refused(value) or not self._counts(args):
             return None
         same_name = self.flag.removeprefix("--").replace("-", "_") == self.dest
         found = repr(value) if same_name else f"{self.dest}={value!r}"
         return f"{self.flag}: found {found}, allowed is {self.allowed}: {self.why}"
+
+    def _counts(self, args: Namespace) -> bool:
+        if self.counts_with is None:
+            return True
+        other = getattr(args, self.counts_with, None)
+        return other in self.among if self.among else bool(other)
 
 
 def _more_than_one(value: Any) -> bool:
@@ -47,8 +55,25 @@ def _offloads_experts(modules: Any) -> bool:
     return bool({"expert_fc1", "moe_act", "fused_group_mlp"} & set(modules or ()))
 
 
+def _captures_experts(modules: Any) -> bool:
+    """Modules are members of an enumeration of Megatron's; none of them means the whole layer."""
+    return not {getattr(module, "name", module) for module in modules or ["whole layer"]} <= {"attn", "mlp", "mamba"}
+
+
 def _without(flag: str, why: str) -> Refusal:
     return Refusal(flag, flag.removeprefix("--").replace("-", "_"), bool, "without it", why)
+
+
+def _with_other_dispatchers(flag: str, refused: str, allowed: str) -> Refusal:
+    return Refusal(
+        flag,
+        flag.removeprefix("--").replace("-", "_"),
+        lambda v: v == refused,
+        f"{allowed} with --moe-token-dispatcher-type allgather (Megatron's default) or flex",
+        "with those a pair's source does not learn whether the pair was kept",
+        counts_with="moe_token_dispatcher_type",
+        among=("allgather", "flex"),
+    )
 
 
 REFUSALS = (
@@ -60,12 +85,14 @@ REFUSALS = (
         "there is no routed pair in a dense model",
     ),
     Refusal(
-        "--moe-token-dispatcher-type",
-        "moe_token_dispatcher_type",
-        lambda v: v != "alltoall",
-        "alltoall (Megatron's default is allgather, so add --moe-token-dispatcher-type alltoall)",
-        "the other dispatchers' backward is not compacted yet",
+        "--moe-flex-dispatcher-backend",
+        "moe_flex_dispatcher_backend",
+        lambda v: v == "ncclep",
+        "deepep or hybridep",
+        "NCCL EP brings rows in buffers of fixed size",
     ),
+    _with_other_dispatchers("--moe-lrm-scope", "source", "expert"),
+    _with_other_dispatchers("--moe-lrm-router-grad", "baseline", "drop"),
     Refusal(
         "--expert-tensor-parallel-size",
         "expert_tensor_parallel_size",
@@ -79,13 +106,6 @@ REFUSALS = (
         _more_than_one,
         "the expert-tensor-parallel size",
         "expert weights are read outside their modules, which gather the shards",
-    ),
-    Refusal(
-        "--hybrid-layer-pattern",
-        "hybrid_layer_pattern",
-        bool,
-        "a GPT model",
-        "hybrid layer specs are made before the plugin can change them",
     ),
     _without("--heterogeneous-layers-config-path", "heterogeneous layers have no experts"),
     _without("--heterogeneous-layers-config-encoded-json", "heterogeneous layers have no experts"),
@@ -135,9 +155,25 @@ REFUSALS = (
     Refusal(
         "--cuda-graph-impl",
         "cuda_graph_impl",
-        lambda v: v not in (None, "none"),
-        "none",
+        lambda v: v == "full_iteration",
+        "none, or local or transformer_engine with --cuda-graph-modules",
         "row counts change from step to step",
+    ),
+    Refusal(
+        "--cuda-graph-modules",
+        "cuda_graph_modules",
+        _captures_experts,
+        "attn, mlp and mamba, with --cuda-graph-impl local or transformer_engine",
+        "row counts change from step to step, and graphs of the router have not been tried",
+        counts_with="cuda_graph_impl",
+        among=("local", "transformer_engine"),
+    ),
+    Refusal(
+        "--batch-invariant-mode",
+        "batch_invariant_mode",
+        bool,
+        "without it",
+        "its rows have an order of their own",
     ),
     _without("--moe-pad-expert-input-to-capacity", "padding rows are no pairs"),
     _without("--moe-router-padding-for-quantization", "padding rows are no pairs"),
@@ -149,9 +185,7 @@ REFUSALS = (
         "without it",
         "row counts must be those that were routed",
     ),
-    _without("--moe-shared-expert-overlap", "shared experts cannot yet run inside the dispatcher's steps"),
     _without("--moe-apply-probs-on-input", "the score expects the combine weight inside the fc2 input"),
-    _without("--moe-latent-size", "latent experts are not tested yet"),
     _without("--moe-single-grouped-weight", "one weight per expert is expected"),
     _without("--moe-mlp-glu-interleave-size", "gate and linear halves are expected side by side"),
     _without("--moe-paged-stash", "saved rows are gathered in backward"),

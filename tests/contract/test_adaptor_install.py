@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron_lrmoe.mcore.adaptor import NEEDED, PATCHED
+from megatron_lrmoe.mcore.versions import KNOWN
 from tests.gloo import ROOT
 
-VERSION = "0.77.5"
+VERSION = "0.19.77"
 CONFIG = "core_transformer_config_from_args"
 ADAPTOR = "import megatron_lrmoe.megatron_adaptor"
 EVERYTHING = (*PATCHED, *NEEDED)
@@ -46,6 +47,19 @@ def python(stub: Path, code: str) -> subprocess.CompletedProcess[str]:
     script.write_text(code)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(stub), str(ROOT)])}
     return subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_a_version_that_is_not_known_is_one_warning_that_names_those_that_are(
+    stub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stub / "megatron/core/package_info.py").write_text("__version__ = '0.99.1'\n")
+    install_again = "from megatron_lrmoe.mcore.adaptor import install\ninstall()"
+    result = python(stub, f"{ADAPTOR}\n{install_again}\n")
+    known = ", ".join(KNOWN.values())
+    assert result.stderr.splitlines() == [f"found Megatron 0.99.1, megatron_lrmoe is tested with {known}"]
+    assert result.returncode == 0
+    monkeypatch.setenv("RANK", "1")
+    assert python(stub, ADAPTOR).stderr == ""
 
 
 def error_of(result: subprocess.CompletedProcess[str]) -> str:

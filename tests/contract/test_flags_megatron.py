@@ -3,10 +3,13 @@
 Module-level functions without a test's name run in the gloo workers, which have the CPU device.
 """
 
+import os
+from argparse import Namespace
 from typing import Any
 
 import pytest
 
+from megatron_lrmoe.mcore import versions
 from megatron_lrmoe.mcore.support import REFUSALS
 from tests.contract.command_lines import ALLTOALL, ON, SMALL, arguments_module, on_cpu, parsed
 from tests.gloo import Pool
@@ -39,6 +42,13 @@ LAUNCHES = {
     "--offload-modules core_attn attn_proj",
 }
 
+# What a version does not have yet of the flags that are refused.
+LATER = {
+    "0.18": {"--expert-tensor-parallel-num-weight-shards", "--moe-use-grouped-tensor"},
+    "0.19": {"--moe-use-grouped-tensor"},
+    "0.20": set(),
+}
+
 
 def errors_of(words: str) -> str:
     arguments = arguments_module()
@@ -48,22 +58,26 @@ def errors_of(words: str) -> str:
     return str(caught.value)
 
 
-def test_default_dispatcher_and_everything_else_wrong_is_one_error_before_the_model(gloo2: Pool) -> None:
-    words = f"{SMALL.replace('--disable-bias-linear', '')} --moe-lrm-retention 0 --moe-lrm-layers 7"
+def test_what_the_default_dispatcher_cannot_do_and_everything_else_wrong_is_one_error(gloo2: Pool) -> None:
+    words = (
+        f"{SMALL.replace('--disable-bias-linear', '')} --moe-lrm-retention 0 --moe-lrm-layers 7 --moe-lrm-scope source"
+    )
     for text in gloo2(errors_of, words):
         lines = text.splitlines()[1:]
         assert [line.partition(":")[0] for line in lines] == [
             "--moe-lrm-retention",
-            "--moe-token-dispatcher-type",
+            "--moe-lrm-scope",
             "--disable-bias-linear",
             "--moe-lrm-layers",
         ]
-        assert "found 'allgather'" in lines[1] and "found add_bias_linear=True" in lines[2]
+        assert "found 'source'" in lines[1] and "allgather" in lines[1] and "found add_bias_linear=True" in lines[2]
 
 
 def accepted(launches: dict[str, str]) -> dict[str, Any]:
     from megatron_lrmoe.mcore.arguments import config_from_args
 
+    # Megatron 0.18 wants it for --deterministic-mode.
+    os.environ.setdefault("NCCL_ALGO", "Ring")
     return {name: config_from_args(parsed(f"{QWEN3} {ON} {words}", world_size=8)) for name, words in launches.items()}
 
 
@@ -93,22 +107,27 @@ def megatrons_flags() -> dict[str, Any]:
 
     parser = arguments_module().add_megatron_arguments(ArgumentParser(allow_abbrev=False))
     flags = {flag: action.dest for flag, action in parser._option_string_actions.items()}
-    return {"flags": flags, "defaults": vars(parser.parse_args([])), "help": parser.format_help()}
+    return {
+        "version": versions.found(),
+        "flags": flags,
+        "defaults": vars(parser.parse_args([])),
+        "help": parser.format_help(),
+    }
 
 
 def test_every_refusal_names_a_flag_of_megatron_whose_default_is_fine(gloo2: Pool) -> None:
     found, _ = gloo2(megatrons_flags)
-    # Flags of an extension that is not installed, of the next Megatron, and an attribute that validate_args derives.
-    elsewhere = {"--kitchen-config-file", "--kitchen-recipe-number", "--moe-use-grouped-tensor"}
+    # Flags of an extension that is not installed and of later versions, and an attribute that validate_args derives.
+    elsewhere = {"--kitchen-config-file", "--kitchen-recipe-number", *LATER[".".join(found["version"].split(".")[:2])]}
     derived = {"--expert-tensor-parallel-num-weight-shards": "expert_tensor_parallel_num_weight_shards"}
+    assert {refusal.flag for refusal in REFUSALS} - set(found["flags"]) == elsewhere
     for refusal in REFUSALS:
         if refusal.flag in elsewhere:
-            assert refusal.flag not in found["flags"]
             continue
         assert found["flags"][refusal.flag] == derived.get(refusal.flag, refusal.dest)
-        must_be_given = {"--num-experts", "--moe-token-dispatcher-type", "--disable-bias-linear"}
-        default = found["defaults"].get(refusal.dest)
-        assert refusal.refused(default) == (refusal.flag in must_be_given), refusal.flag
+        must_be_given = {"--num-experts", "--disable-bias-linear"}
+        refused = refusal.sentence(Namespace(**found["defaults"])) is not None
+        assert refused == (refusal.flag in must_be_given), refusal.flag
 
 
 def test_megatrons_help_has_our_two_groups_and_its_parser_prints_it(gloo2: Pool) -> None:

@@ -95,7 +95,9 @@ def torchrun(nproc: int, entry: str, args: list[str], timeout: float = 300.0) ->
     command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", entry, *args]
     # As in an activated environment: a checkout compiles its index builder with the python3 that PATH names.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path}
+    # After a Megatron that the tests are run against.
+    python_path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path, "PATH": path}
     process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         stdout, _ = process.communicate(timeout=timeout)

@@ -1,6 +1,7 @@
 """Megatron's own training loop with the plugin: nothing without the flag, and what the flags promise with it."""
 
 import re
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -208,12 +209,13 @@ def test_bad_flags_are_listed_at_once_before_a_model_exists(gloo2, folder):
             moe_lrm_retention=0.5,
             moe_lrm_max_weight=0.5,
             moe_lrm_layers="3",
+            moe_lrm_scope="source",
             moe_token_dispatcher_type="allgather",
             expert_model_parallel_size=2,
         ),
     )
     for message in messages:
-        for flag in ("--moe-lrm-max-weight", "--moe-lrm-layers", "--moe-token-dispatcher-type"):
+        for flag in ("--moe-lrm-max-weight", "--moe-lrm-layers", "--moe-lrm-scope"):
             assert flag in message
 
 
@@ -259,3 +261,48 @@ def test_a_probe_every_second_iteration_is_reported_and_topk_advised_against_onc
         assert all("moe-lrm/dropped_mass: " in line for line in run.console)
     (_, first), (_, second) = ranks
     assert len(first) == 1 and "--moe-lrm-selection unbiased" in first[0] and second == []
+
+
+def run_and_count(flags: list[str]) -> tuple[TrainingRun, float, list[tuple[float, float]]]:
+    """A run; Megatron's count of an iteration's operations; our count of a pair's backward and Megatron's of its all.
+
+    The last two without and with latent experts, which only Transformer Engine builds.
+    """
+    run = training.run(flags)
+    from megatron.training import get_args
+    from megatron.training.training import num_floating_point_operations
+
+    from megatron_lrmoe.mcore import throughput
+
+    args: Any = get_args()
+    pairs = args.global_batch_size * args.seq_length * args.moe_router_topk * args.num_layers
+
+    def count(**changed: Any) -> float:
+        return num_floating_point_operations(Namespace(**{**vars(args), **changed}), args.global_batch_size)
+
+    of_a_pair = []
+    for latent in (None, 32):
+        routed = count(moe_latent_size=latent) - count(moe_latent_size=latent, moe_router_topk=0)
+        own = throughput.backward_flops(Namespace(**{**vars(args), "moe_latent_size": latent}))
+        of_a_pair.append((own, routed / pairs))
+    return run, count(), of_a_pair
+
+
+def test_throughput_is_corrected_by_the_backward_that_was_not_run(gloo2, folder):
+    usual = {"expert_model_parallel_size": 2, "eval_iters": 0, "lr_decay_iters": 100, "train_iters": 2}
+    flags = tiny_args(folder, **usual, moe_lrm_retention=0.5, log_throughput=True)
+    for run, whole, of_a_pair in gloo2(run_and_count, flags, limit_s=120):
+        for backward, forward_and_backward in of_a_pair:
+            assert backward == pytest.approx(forward_and_backward * 2 / 3)
+        pairs = 8 * 64 * 2 * 2
+        for line in run.console:
+            kept, share = (
+                float(re.search(rf"moe-lrm/{name}: ([0-9.]+)", line)[1]) for name in ("kept_share", "flops_share")
+            )
+            assert share == pytest.approx(1 - (1 - kept) * pairs * of_a_pair[0][0] / whole, abs=2e-4)
+            assert share < 0.95
+
+
+def test_throughput_is_not_spoken_of_where_megatron_does_not_log_it(gloo2, folder):
+    run = train(gloo2, folder, train_iters=1, moe_lrm_retention=0.5)[0]
+    assert run.console and "flops_share" not in run.console[0]

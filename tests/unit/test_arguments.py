@@ -35,7 +35,8 @@ REFUSED = {
     "--fp8-format": "hybrid",
     "--fp4-format": "e2m1",
     "--kitchen-recipe-number": 0,
-    "--cuda-graph-impl": "local",
+    "--cuda-graph-impl": "full_iteration",
+    "--cuda-graph-modules": ["attn", "moe_router"],
     "--moe-expert-rank-capacity-factor": 0.0,
     "--offload-modules": ["core_attn", "moe_act"],
 }
@@ -225,6 +226,20 @@ def test_everything_wrong_comes_in_one_error(retention: str) -> None:
 def test_wrong_values_of_an_unused_plugin_do_not_bring_up_megatrons_flags() -> None:
     (line,) = problems(parse("--moe-lrm-start-iter", "-1"))
     assert line.startswith("--moe-lrm-start-iter: found -1")
+
+
+@pytest.mark.parametrize(
+    ("modules", "refused"),
+    [([], True), (["attn"], False), (["attn", "mlp", "mamba"], False), (["moe"], True), (["attn", "moe_router"], True)],
+)
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine", "none"])
+def test_cuda_graphs_may_hold_what_has_no_experts(modules: list[str], refused: bool, implementation: str) -> None:
+    args = run_args("--moe-lrm-retention", "0.8", cuda_graph_impl=implementation, cuda_graph_modules=modules)
+    if refused and implementation != "none":
+        (line,) = problems(args)
+        assert line.startswith(f"--cuda-graph-modules: found {modules!r}, allowed is attn, mlp and mamba")
+    else:
+        assert config_from_args(args).enabled
 
 
 @pytest.mark.parametrize(

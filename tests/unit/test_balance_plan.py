@@ -141,8 +141,8 @@ def run_experts(rows: int, hidden: int, ffn: int, dtype: torch.dtype, saved: lis
         counts_e=[rows],
         attach_experts=lambda norm_N, alpha_N: saved.append(norm_N.nbytes) or (kept if early else None),
         bias_probe=lambda g_MD: None,
-        take_kept_gradient=lambda: (kept, g_MD),
-        give_row_gradients=lambda dx_MD, dalpha_M: None,
+        take_kept_gradient=lambda _: (kept, g_MD),
+        give_row_gradients=lambda dx_MD, dalpha_M: (None, None),
     )
     x_ND = torch.randn(rows, hidden).to(dtype).requires_grad_()
     alpha_N = torch.rand(rows).requires_grad_()

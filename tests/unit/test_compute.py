@@ -27,6 +27,7 @@ from megatron_lrmoe.recalibration.plan import KeepPlan
 from megatron_lrmoe.reference import ReferenceLayer
 from tests import cases, layers
 
+pytestmark = pytest.mark.usefixtures("on_device")
 CPU = torch.device("cpu")
 TOKENS, EXPERTS, HIDDEN, WIDTH = 12, 4, 8, 6
 count = st.one_of(st.just(0), st.just(1), st.integers(0, 12))
@@ -371,4 +372,4 @@ def test_experts_that_are_not_ours_get_ordinary_dense_gradients() -> None:
 def test_a_stage_out_of_turn_is_an_error() -> None:
     flow = problem().flow
     with pytest.raises(RuntimeError, match="ran before the stage that feeds it"):
-        flow.take_kept_gradient()
+        flow.take_kept_gradient(torch.zeros(()))

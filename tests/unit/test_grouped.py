@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_lrmoe.compute.grouped import as_stacked, rows_times_weights, weight_grads
 from tests.cases import ragged_counts
 
+pytestmark = pytest.mark.usefixtures("on_device")
 INNER, OUTER = 16, 24
 # Rounding of sums over 40 rows or 24 columns, against the largest element.
 CLOSE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}

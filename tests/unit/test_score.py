@@ -5,6 +5,7 @@ import torch
 
 from megatron_lrmoe.recalibration.score import draw_size_N, pair_score, row_abs_sum, row_dot, row_norm_sq
 
+pytestmark = pytest.mark.usefixtures("on_device")
 LOW = [torch.bfloat16, torch.float16]
 
 

@@ -21,6 +21,7 @@ from megatron_lrmoe.recalibration.selection import (
 )
 from tests.cases import quotas, ragged_counts, score_tensors, scores
 
+pytestmark = pytest.mark.usefixtures("on_device")
 EDGE_OFFSETS = [0, CERTAIN - 1]
 ALL = Fraction(1)
 NAN, INF = math.nan, math.inf
