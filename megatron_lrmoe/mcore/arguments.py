@@ -78,7 +78,7 @@ def config_from_args(args: Namespace) -> LrmConfig:
         problems += conflicts(args)
         problems += _layers_without_experts(values["layers"], args)
     if problems:
-        raise ValueError("megatron_lrmoe cannot run with these flags:\n" + "\n".join(problems))
+        raise ValueError(f"{flag_of('retention')}: megatron_lrmoe cannot run with these flags:\n" + "\n".join(problems))
     return config
 
 

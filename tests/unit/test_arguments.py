@@ -54,7 +54,7 @@ def problems(args: Namespace) -> list[str]:
     with pytest.raises(ValueError) as caught:
         config_from_args(args)
     title, *lines = str(caught.value).splitlines()
-    assert title == "megatron_lrmoe cannot run with these flags:"
+    assert title == "--moe-lrm-retention: megatron_lrmoe cannot run with these flags:"
     return lines
 
 
