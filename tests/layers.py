@@ -6,7 +6,7 @@ top: the CPU device has to be active first.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -325,6 +325,27 @@ def leaves(layer: Any, case: Case, *, needs_grad: bool = True) -> tuple[torch.Te
         probs_TE = values["probs_TE"].to(torch.promote_types(case.dtype, torch.float32))
         layer.router.answer = probs_TE.requires_grad_(needs_grad), values["map_TE"]
     return values["x_TD"].to(case.dtype).unsqueeze(1).requires_grad_(needs_grad), values["g_TD"].to(case.dtype)
+
+
+def descend(model: Any, layer: Any, case: Case, finish: Callable[[], None]) -> None:
+    """Three steps of plain gradient descent.
+
+    Args:
+        model: the layer in Megatron's DDP.
+        layer: whose weights move, by ``main_grad``.
+        case: its seed is the step's number.
+        finish: brings the gradients of all ranks together.
+    """
+    for step in range(3):
+        at_iteration(step)
+        model.zero_grad_buffer()
+        x, g_TD = leaves(layer, replace(case, seed=step))
+        out = model(x)[0]
+        out.backward(g_TD.view_as(out))
+        finish()
+        with torch.no_grad():
+            for weight in layer.parameters():
+                weight.sub_(weight.main_grad, alpha=0.1)
 
 
 def forward(layer: Any, case: Case, x: torch.Tensor) -> torch.Tensor:

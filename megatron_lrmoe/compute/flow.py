@@ -27,7 +27,7 @@ from megatron_lrmoe.compute.forward_choice import ForwardChoice
 from megatron_lrmoe.compute.router import dprobs_with_baseline
 from megatron_lrmoe.pairs import KeptRows
 from megatron_lrmoe.recalibration.plan import Chosen, KeepPlan, PairFacts
-from megatron_lrmoe.recalibration.score import row_abs_sum, row_dot, row_norm_sq
+from megatron_lrmoe.recalibration.score import gradient_statistic, row_dot, row_norm_sq
 from megatron_lrmoe.recalibration.selection import keep_all
 
 
@@ -225,8 +225,7 @@ class PairFlow:
             self.kept, self.home_M = self.early.kept, self.early.home_M
             self.sent, self.kept_from = self.early.route()
             return
-        statistic = row_abs_sum if self.plan.config.score == "grad-abs" else row_norm_sq
-        stat_P = statistic(g_TD)[self.token_P]
+        stat_P = gradient_statistic(self.plan.config.score, g_TD)[self.token_P]
         if self.plan.config.scope == "source":
             self._select_on_source(stat_P)
         else:

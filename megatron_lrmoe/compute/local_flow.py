@@ -16,7 +16,7 @@ from megatron_lrmoe.compute.exchange import taken
 from megatron_lrmoe.pairs import KeptRows
 from megatron_lrmoe.recalibration.plan import KeepPlan, PairFacts
 from megatron_lrmoe.recalibration.quality import sums_of_kept
-from megatron_lrmoe.recalibration.score import row_abs_sum, row_norm_sq
+from megatron_lrmoe.recalibration.score import gradient_statistic, row_norm_sq
 
 
 class LocalFlow:
@@ -63,8 +63,8 @@ class LocalFlow:
             g_ND: (N, D) gradient of every row, in expert order; left as it is.
         """
         if not self._chooses_early:
-            statistic = row_abs_sum if self.plan.config.score == "grad-abs" else row_norm_sq
-            facts = PairFacts(statistic(g_ND), taken(self._act_norm_sq), self._alpha_N)
+            stat_N = gradient_statistic(self.plan.config.score, g_ND)
+            facts = PairFacts(stat_N, taken(self._act_norm_sq), self._alpha_N)
             chosen = self.plan.select_as_owner(facts)
             self.kept = chosen.kept
             self._tell("selection", chosen.sums)

@@ -17,13 +17,15 @@ import threading
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_lrmoe.device import activate_if_needed, with_cpu_flags
+from megatron_lrmoe.mcore.arguments import decoder_layers_with_experts
+from megatron_lrmoe.mcore.command_line import command_line, parser_error
 from megatron_lrmoe.report.ablate_process import REPLY
 
 
@@ -67,7 +69,7 @@ def train(flags: Sequence[str]) -> dict[str, Any]:
 
     reset()
     wall, cpu = time.perf_counter(), time.process_time()
-    with _command_line(flags):
+    with command_line(with_cpu_flags(flags)):
         gpt_training.train()
     sys.stdout.flush()
     return {
@@ -79,10 +81,7 @@ def train(flags: Sequence[str]) -> dict[str, Any]:
 
 def routed_pairs(args: Any) -> int:
     """(token, expert) pairs of one iteration, over all ranks and MoE layers, when nothing is over capacity."""
-    # Megatron's parser has turned expressions such as ([0]+[1]*3) into a list.
-    frequency = args.moe_layer_freq
-    is_moe = [i % frequency == 0 for i in range(args.num_layers)] if isinstance(frequency, int) else frequency
-    return sum(is_moe) * args.global_batch_size * args.seq_length * args.moe_router_topk
+    return sum(decoder_layers_with_experts(args)) * args.global_batch_size * args.seq_length * args.moe_router_topk
 
 
 def reset() -> None:
@@ -122,29 +121,18 @@ def _problems(flags: Sequence[str], ranks: int) -> list[str]:
     os.environ["WORLD_SIZE"] = str(ranks)
     errors = io.StringIO()
     try:
-        with _command_line(flags), contextlib.redirect_stderr(errors):
+        with command_line(with_cpu_flags(flags)), contextlib.redirect_stderr(errors):
             args: Namespace = parse_args()
             # Before validate_args, which fills in what was not given.
             config_from_args(args)
             validate_args(args, {})
     except SystemExit:
-        # argparse prints the usage of some thousand lines, and then the error.
-        return [errors.getvalue().rpartition("error: ")[2].strip()]
+        return [parser_error(errors.getvalue())]
     except ValueError as error:
         return [line for line in str(error).splitlines() if not line.endswith("with these flags:")]
     except (AssertionError, RuntimeError) as error:
         return [str(error).strip() or "Megatron refuses these flags without a word"]
     return []
-
-
-@contextlib.contextmanager
-def _command_line(flags: Sequence[str]) -> Iterator[None]:
-    before = sys.argv
-    sys.argv = ["pretrain_gpt", *with_cpu_flags(flags)]
-    try:
-        yield
-    finally:
-        sys.argv = before
 
 
 def _read_orders(orders: "queue.SimpleQueue[dict[str, Any]]") -> None:

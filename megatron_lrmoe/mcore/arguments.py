@@ -138,9 +138,14 @@ def _moe_layers(args: Namespace) -> list[int]:
     if pattern := getattr(args, "hybrid_layer_pattern", None):
         # Stages end at a bar, and after a slash come the layers of each prediction depth; E has experts.
         return [i + 1 for i, kind in enumerate(pattern.replace("|", "").replace("/", "")) if kind == "E"]
-    # Megatron's own parser has turned expressions such as ([0]+[1]*3) into a list.
-    frequency = getattr(args, "moe_layer_freq", 1)
-    is_moe = [i % frequency == 0 for i in range(args.num_layers)] if isinstance(frequency, int) else frequency
+    is_moe = decoder_layers_with_experts(args)
     # Multi-token prediction repeats the last decoder layer's kind.
     is_moe = [*is_moe, *(getattr(args, "mtp_num_layers", None) or 0) * is_moe[-1:]]
     return [i + 1 for i, moe in enumerate(is_moe) if moe]
+
+
+def decoder_layers_with_experts(args: Namespace) -> list[bool]:
+    """Of each decoder layer of a GPT, whether it has experts."""
+    # Megatron's own parser has turned expressions such as ([0]+[1]*3) into a list.
+    frequency = getattr(args, "moe_layer_freq", 1)
+    return [i % frequency == 0 for i in range(args.num_layers)] if isinstance(frequency, int) else frequency

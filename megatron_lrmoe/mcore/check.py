@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import platform
-import sys
 import traceback
 import warnings
 from argparse import Namespace
@@ -19,6 +18,7 @@ from typing import Any
 from megatron_lrmoe.config import LrmConfig, dest_of, flag_of
 from megatron_lrmoe.mcore import versions
 from megatron_lrmoe.mcore.arguments import config_from_args, refuse_yaml, values_from_args
+from megatron_lrmoe.mcore.command_line import command_line, parser_error
 from megatron_lrmoe.mcore.support import refusals_table
 
 REFUSED, BAD_FLAGS = 1, 2
@@ -136,28 +136,17 @@ def parse(flags: Sequence[str]) -> Parsed:
     from megatron.training.arguments import parse_args, validate_args
 
     errors = io.StringIO()
-    with _command_line(flags), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+    with command_line(flags), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
         try:
             args: Namespace = parse_args()
         except SystemExit:
-            # argparse prints the usage of some thousand lines, and then the error.
-            return Parsed(None, (errors.getvalue().rpartition("error: ")[2].strip(),))
+            return Parsed(None, (parser_error(errors.getvalue()),))
         args.world_size = _ranks(args)
         try:
             validate_args(args)
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             return Parsed(args, (f"Megatron: {_said(error)}",))
     return Parsed(args, ())
-
-
-@contextlib.contextmanager
-def _command_line(flags: Sequence[str]) -> Iterator[None]:
-    before = sys.argv
-    sys.argv = ["pretrain_gpt.py", *flags]
-    try:
-        yield
-    finally:
-        sys.argv = before
 
 
 def _said(error: BaseException) -> str:

@@ -59,8 +59,9 @@ class LRMoELayer(MoELayer):
         self._data_parallel_index = torch.distributed.get_rank(groups.expt_dp)
         self._iteration, self._microbatch = -1, 0
         adaptive.restart()
+        width = config.moe_latent_size or config.hidden_size
         self._row_bytes = RowBytes.of(
-            config.moe_latent_size or config.hidden_size,
+            width,
             config.moe_ffn_hidden_size,
             config.gated_linear_unit,
             config.params_dtype.itemsize,

@@ -30,6 +30,11 @@ def row_abs_sum(x: torch.Tensor) -> torch.Tensor:
     return _row_norm(x, order=1)
 
 
+def gradient_statistic(kind: ScoreKind, g: torch.Tensor) -> torch.Tensor:
+    """What ``pair_score`` of this kind wants to know of each row of output gradients."""
+    return row_abs_sum(g) if kind == "grad-abs" else row_norm_sq(g)
+
+
 def row_dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Inner product of each row of x with the same row of y; types as in ``row_norm_sq``."""
     dtype = torch.promote_types(x.dtype, torch.float32)

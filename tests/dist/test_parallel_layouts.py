@@ -147,16 +147,7 @@ def weights_after_three_steps(case: Case, layout: str, ours: bool) -> tuple[str,
         layer = layers.build(case, ours)
         before = layer.router.weight.detach().clone()
         model = DistributedDataParallel(layer.config, DistributedDataParallelConfig(), layer)
-        for step in range(3):
-            layers.at_iteration(step)
-            model.zero_grad_buffer()
-            x, g_TD = layers.leaves(layer, replace(case, seed=step))
-            out = model(x)[0]
-            out.backward(g_TD.view_as(out))
-            finalize_model_grads([model])
-            with torch.no_grad():
-                for weight in layer.parameters():
-                    weight.sub_(weight.main_grad, alpha=0.1)
+        layers.descend(model, layer, case, lambda: finalize_model_grads([model]))
     moved = (layer.router.weight - before).detach()
     return hashed(layer.router.weight), hashed(next(layer.experts.parameters())), moved
 

@@ -104,16 +104,7 @@ def train_with_ddp(case: Case, ours: bool) -> dict[str, str]:
     layer = layers.build(case, ours)
     before = layer.router.weight.detach().clone()
     model = DistributedDataParallel(layer.config, DistributedDataParallelConfig(), layer)
-    for step in range(3):
-        layers.at_iteration(step)
-        model.zero_grad_buffer()
-        x, g_TD = layers.leaves(layer, replace(case, seed=step))
-        out = model(x)[0]
-        out.backward(g_TD.view_as(out))
-        model.finish_grad_sync()
-        with torch.no_grad():
-            for weight in layer.parameters():
-                weight.sub_(weight.main_grad, alpha=0.1)
+    layers.descend(model, layer, case, model.finish_grad_sync)
     assert not torch.equal(layer.router.weight, before)
     return {
         "router": hashlib.sha256(layer.router.weight.detach().numpy().tobytes()).hexdigest(),

@@ -159,11 +159,6 @@ def flags_of(combination: dict[str, str], folder: Path) -> tuple[int, list[str]]
     return ranks, tiny_args(folder, **{**usual, **settings})
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("matrix")
-
-
 @pytest.mark.parametrize("number", range(len(COMBINATIONS)))
 def test_gradients_of_a_step_equal_the_reference(number: int, gloo2: Pool, gloo4: Pool, folder: Path) -> None:
     combination = COMBINATIONS[number]

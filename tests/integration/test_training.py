@@ -2,7 +2,6 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 OURS = ["LRMoELayer", "LRMAlltoAllTokenDispatcher", "LRMSequentialMLP"]
 MEGATRONS = ["MoELayer", "MoEAlltoAllTokenDispatcher", "SequentialMLP"]
-
-
-@pytest.fixture(scope="module")
-def stock2() -> Iterator[Pool]:
-    """Two ranks in which the adaptor is never imported."""
-    pool = Pool(2)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("training")
 
 
 def train(pool: Pool, folder: Path, plugin: bool = True, **flags: Any) -> list[TrainingRun]:
