@@ -289,18 +289,17 @@ def watching_flows(record: list[Any]) -> Iterator[None]:
     """Collect, in backward, each flow of this rank right after it has chosen its pairs."""
     from megatron_lrmoe.compute.flow import PairFlow
 
-    original = PairFlow.unpermute_backward
+    original = PairFlow._take_up
 
-    def unpermute_backward(flow: PairFlow, *rows_TD: torch.Tensor) -> Any:
-        result = original(flow, *rows_TD)
-        record.append((flow, flow.sent))
-        return result
+    def take_up(self: PairFlow, g: torch.Tensor, row_P: torch.Tensor | None) -> None:
+        original(self, g, row_P)
+        record.append((self, self.sent))
 
-    PairFlow.unpermute_backward = unpermute_backward
+    PairFlow._take_up = take_up
     try:
         yield
     finally:
-        PairFlow.unpermute_backward = original
+        PairFlow._take_up = original
 
 
 @contextmanager

@@ -97,6 +97,20 @@ def add_rows(rows_MD: torch.Tensor, index_M: torch.Tensor, num_tokens: int) -> t
     return rows_MD.new_zeros(num_tokens, rows_MD.shape[1]).index_add_(0, index_M, rows_MD)
 
 
+def spread_rows(value_M: torch.Tensor, index_M: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Rows back in the places they were packed from, zeros elsewhere.
+
+    Args:
+        value_M: (M, ...).
+        index_M: (M,) place of each row.
+        num_rows: N.
+
+    Returns:
+        (N, ...).
+    """
+    return value_M.new_zeros(num_rows, *value_M.shape[1:]).index_copy_(0, index_M, value_M)
+
+
 def _starts(counts: torch.Tensor) -> torch.Tensor:
     """Exclusive prefix sum over all entries in row-major order, in the counts' shape."""
     flat = counts.reshape(-1)

@@ -1,6 +1,7 @@
 """What one layer call sends between the ranks of its expert-parallel group, with sizes that the host knows."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,8 +65,11 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def read(self) -> list[int]:
-        """The integers; no wait if the device has long passed the place where the copy was started."""
+    def read(self) -> list[Any]:
+        """The integers, nested as the tensor was.
+
+        No wait if the device has long passed the place where the copy was started.
+        """
         if self._event is not None:
             self._event.synchronize()
         return self._values.tolist()

@@ -59,7 +59,7 @@ def expert_mlp(
         (N, D) in x's dtype.
     """
     args = (weights, activation, flow, backend)
-    return _ExpertMLP.apply(args, x_ND, alpha_N, *weights.fc1, *weights.fc2)
+    return _run_opaquely(args, x_ND, alpha_N, *weights.fc1, *weights.fc2)
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -123,6 +123,10 @@ class _ExpertMLP(torch.autograd.Function):
         dx = phantom(*ctx.x_like) if dx is None else dx
         dalpha = phantom(*ctx.alpha_like) if dalpha is None else dalpha
         return None, dx if wants_dx else None, dalpha if wants_dalpha else None, *grads
+
+
+# torch.compile would trace into it and fail; in pieces of it there is nothing to compile anyway.
+_run_opaquely: Any = torch.compiler.disable(_ExpertMLP.apply)
 
 
 def _only_kept(

@@ -118,10 +118,21 @@ class PairFlow:
         if out_TD is not None:
             self.dot_T = row_dot(g_TD, out_TD.reshape(g_TD.shape))
             self.rounding = torch.finfo(out_TD.dtype).eps
-        self._select(g_TD)
-        all_ones = self.plan.config.selection == "topk" or not self.experts_compact or self.early is not None
-        self.g_MD = pack_rows(g_TD, self._token_M, None if all_ones else taken(self.sent).weight_M)
+        self._take_up(g_TD, self.token_P)
         return (None,)
+
+    def _take_up(self, g: torch.Tensor, row_P: torch.Tensor | None) -> None:
+        """Score, select and pack.
+
+        Args:
+            g: gradient rows.
+            row_P: which of them is each pair's; None where there is one for each, in wire order.
+        """
+        self._select(g, row_P)
+        sent = taken(self.sent)
+        all_ones = self.plan.config.selection == "topk" or not self.experts_compact or self.early is not None
+        rows_M = sent.rows_M if row_P is None else row_P[sent.rows_M]
+        self.g_MD = pack_rows(g, rows_M, None if all_ones else sent.weight_M)
 
     def combine_backward(self, _: torch.Tensor) -> tuple[None]:
         """Send each owner the kept rows of its experts."""
@@ -216,24 +227,26 @@ class PairFlow:
     def _token_M(self) -> torch.Tensor:
         return self.token_P[taken(self.sent).rows_M]
 
-    def _select(self, g_TD: torch.Tensor) -> None:
+    def _select(self, g: torch.Tensor, row_P: torch.Tensor | None) -> None:
         """Fix ``sent``, what this source keeps by owner, and ``kept``, what this owner keeps by expert."""
         if not self.experts_compact:
-            self._keep_everything(g_TD)
+            self._keep_everything(g.device)
             return
         if self.early is not None:
             self.kept, self.home_M = self.early.kept, self.early.home_M
             self.sent, self.kept_from = self.early.route()
             return
-        stat_P = gradient_statistic(self.plan.config.score, g_TD)[self.token_P]
+        stat_P = gradient_statistic(self.plan.config.score, g)
+        if row_P is not None:
+            stat_P = stat_P[row_P]
         if self.plan.config.scope == "source":
             self._select_on_source(stat_P)
         else:
             self._select_on_owner(stat_P)
 
-    def _keep_everything(self, g_TD: torch.Tensor) -> None:
-        self.sent = keep_all(self.exchange.sent_splits, g_TD.device, torch.float32)
-        self.kept = keep_all(self.counts_e, g_TD.device, torch.float32)
+    def _keep_everything(self, device: torch.device) -> None:
+        self.sent = keep_all(self.exchange.sent_splits, device, torch.float32)
+        self.kept = keep_all(self.counts_e, device, torch.float32)
         self.kept_from = self.exchange.received_splits
         self.home_M = self.exchange.wire_of_N
 

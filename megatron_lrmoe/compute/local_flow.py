@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_lrmoe.compute.bias import BiasProbe
-from megatron_lrmoe.compute.compaction import pack_rows, weigh_rows
+from megatron_lrmoe.compute.compaction import pack_rows, spread_rows, weigh_rows
 from megatron_lrmoe.compute.exchange import taken
 from megatron_lrmoe.pairs import KeptRows
 from megatron_lrmoe.recalibration.plan import KeepPlan, PairFacts
@@ -96,8 +96,7 @@ class LocalFlow:
         return None if dx_MD is None else self._spread(dx_MD), self._spread(dalpha_M)
 
     def _spread(self, value_M: torch.Tensor) -> torch.Tensor:
-        value_N = value_M.new_zeros(sum(self.counts_e), *value_M.shape[1:])
-        return value_N.index_copy_(0, taken(self.kept).rows_M, value_M)
+        return spread_rows(value_M, taken(self.kept).rows_M, sum(self.counts_e))
 
     def _tell(self, kind: str, sums: torch.Tensor) -> None:
         if self.report is not None:

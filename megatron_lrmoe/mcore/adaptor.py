@@ -8,6 +8,8 @@ What is replaced at once, and changes nothing in a run without ``--moe-lrm-reten
   model is built, and puts the settings on the config as ``config.moe_lrm``.
 - ``core_transformer_config_from_yaml`` in ``yaml_arguments``: refuses a run that asks for the plugin beside
   ``--yaml-cfg``, which drops every flag.
+- ``check_checkpoint_args`` in ``checkpointing``: names the plugin's flags whose values are not those of the run that
+  saved the checkpoint, so that no run goes on with other settings unnoticed.
 - ``get_moe_module_spec_for_backend`` in ``moe_module_specs`` and ``gpt_layer_specs``: its spec builds our
   layer when the config says so, Megatron's otherwise.
 - the MoE layer in ``hybrid_stack_spec`` of ``hybrid_layer_specs``, in the same way: that spec is made while Megatron is
@@ -40,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _CONFIG = "core_transformer_config_from_args"
 _YAML = "core_transformer_config_from_yaml"
+_CHECKPOINT = "check_checkpoint_args"
 _SPEC = "get_moe_module_spec_for_backend"
 _HYBRID = ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec.submodules.moe_layer.submodules")
 
@@ -48,6 +51,7 @@ PATCHED = (
     ("megatron.training.argument_utils", _CONFIG),
     ("megatron.training.arguments", _CONFIG),
     ("megatron.training.yaml_arguments", _YAML),
+    ("megatron.training.checkpointing", _CHECKPOINT),
     ("megatron.core.models.gpt.moe_module_specs", _SPEC),
     ("megatron.core.models.gpt.gpt_layer_specs", _SPEC),
 )
@@ -57,6 +61,8 @@ NEEDED = (
     ("megatron.training.global_vars", "get_args"),
     ("megatron.core.transformer.moe.moe_logging", "MoEMetricsTracker.report"),
     ("megatron.core.transformer.moe.moe_utils", "get_default_pg_collection"),
+    ("megatron.core.transformer.moe.moe_layer", "MoELayer.forward"),
+    ("megatron.core.transformer.moe.moe_layer", "MoELayer.route"),
     ("megatron.core.transformer.moe.moe_layer", "MoELayer.preprocess"),
     ("megatron.core.transformer.moe.moe_layer", "MoELayer.dispatch"),
     ("megatron.core.transformer.moe.experts", "SequentialMLP.forward"),
@@ -102,6 +108,7 @@ def install() -> None:
         "add_megatron_arguments": _with_flags,
         _CONFIG: _with_settings,
         _YAML: _without_yaml,
+        _CHECKPOINT: _with_differences,
         _SPEC: _with_layer,
     }
     for (module, name), original in originals.items():
@@ -177,6 +184,22 @@ def _without_yaml(stock: Any) -> Any:
     return core_transformer_config_from_yaml
 
 
+def _with_differences(stock: Any) -> Any:
+    @wraps(stock)
+    def check_checkpoint_args(checkpoint_args: Namespace, *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        from megatron_lrmoe.mcore.arguments import differences
+
+        run: Any = get_args()
+        found = differences(checkpoint_args, run)
+        if found and run.rank == 0:
+            logger.warning("%s; the command line counts", "; ".join(found))
+        return stock(checkpoint_args, *args, **kwargs)
+
+    return check_checkpoint_args
+
+
 def _with_layer(stock: Any) -> Any:
     @wraps(stock)
     def get_moe_module_spec_for_backend(*args: Any, **kwargs: Any) -> Any:
@@ -248,7 +271,6 @@ def _adapt() -> None:
         return
     _adapts = True
     _find("megatron.training.training", "training_log")
-    _find("megatron.training.checkpointing", "check_checkpoint_args")
     from megatron_lrmoe.mcore import adaptive
 
     adaptive.install()

@@ -82,6 +82,27 @@ def config_from_args(args: Namespace) -> LrmConfig:
     return config
 
 
+def differences(checkpoint_args: Namespace, args: Namespace) -> list[str]:
+    """One sentence for each flag of the plugin whose value is not that of the run that saved the checkpoint.
+
+    Args:
+        checkpoint_args: Megatron's namespace as the checkpoint holds it; without our flags if it is stock Megatron's.
+        args: of this run, which count.
+    """
+    sentences = []
+    for field in fields(LrmConfig):
+        here, there = (getattr(a, dest_of(field.name), field.default) for a in (args, checkpoint_args))
+        if here != there:
+            sentences.append(
+                f"{flag_of(field.name)}: {_said(here)} on the command line, {_said(there)} in the checkpoint"
+            )
+    return sentences
+
+
+def _said(value: Any) -> str:
+    return "not given" if value is None else repr(value)
+
+
 def warm_up_iterations(args: Namespace) -> int:
     """Iterations until the learning rate has warmed up, rounded up; 0 without a warm-up.
 
@@ -136,8 +157,9 @@ def _layers_without_experts(layers: str | None, args: Namespace) -> list[str]:
 def _moe_layers(args: Namespace) -> list[int]:
     """Numbers from 1 of the layers with experts; those of multi-token prediction count on after the decoder's."""
     if pattern := getattr(args, "hybrid_layer_pattern", None):
-        # Stages end at a bar, and after a slash come the layers of each prediction depth; E has experts.
-        return [i + 1 for i, kind in enumerate(pattern.replace("|", "").replace("/", "")) if kind == "E"]
+        # Stages end at a bar, E has experts, and those of prediction depths, after a slash, are refused.
+        decoder = pattern.partition("/")[0].replace("|", "")
+        return [i + 1 for i, kind in enumerate(decoder) if kind == "E"]
     is_moe = decoder_layers_with_experts(args)
     # Multi-token prediction repeats the last decoder layer's kind.
     is_moe = [*is_moe, *(getattr(args, "mtp_num_layers", None) or 0) * is_moe[-1:]]

@@ -1,5 +1,6 @@
 """One forward call of a layer, from its routing to its settled quotas."""
 
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property, partial
 from typing import Any
@@ -11,6 +12,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron_lrmoe.compute.exchange import HostCopy
 from megatron_lrmoe.compute.flow import PairFlow
 from megatron_lrmoe.compute.local_flow import LocalFlow
+from megatron_lrmoe.compute.wire_flow import WireFlow
 from megatron_lrmoe.config import LrmConfig
 from megatron_lrmoe.mcore import adaptive, metrics
 from megatron_lrmoe.pairs import DrawKey
@@ -27,14 +29,32 @@ class _Call:
         retention: share kept at this iteration.
         group: the expert-parallel group.
         row_bytes: memory of a row of this layer.
+        valid_T: (T,) bool, which tokens are not padding; None where nothing says so, on every rank alike.
     """
 
     def __init__(
-        self, config: LrmConfig, key: DrawKey, retention: Fraction, group: dist.ProcessGroup, row_bytes: RowBytes
+        self,
+        config: LrmConfig,
+        key: DrawKey,
+        retention: Fraction,
+        group: dist.ProcessGroup,
+        row_bytes: RowBytes,
+        valid_T: torch.Tensor | None = None,
     ):
         self.config, self.key, self.retention, self.group, self.row_bytes = config, key, retention, group, row_bytes
+        # What is chosen in forward is chosen without the gradient, which tells padding from other tokens.
+        self._valid_T = valid_T if config.when == "backward" else None
 
-    def _plan(self, loads_SE: list[list[int]]) -> KeepPlan:
+    def _counts(self, map_TE: torch.Tensor) -> torch.Tensor:
+        """(1, E) loads of this source, or (2, E) with those of its valid tokens."""
+        loads = [map_TE.sum(dim=0)]
+        if self._valid_T is not None:
+            loads.append(map_TE[self._valid_T].sum(dim=0))
+        return torch.stack(loads)
+
+    def _plan(self, counts_S: Sequence[Sequence[Sequence[int]]]) -> KeepPlan:
+        """Of ``_counts`` from every source."""
+        loads_SE, *valid = zip(*counts_S, strict=True)
         plan = KeepPlan(
             config=self.config,
             key=self.key,
@@ -42,6 +62,7 @@ class _Call:
             loads_SE=loads_SE,
             rank=dist.get_rank(self.group),
             row_bytes=self.row_bytes,
+            valid_SE=valid[0] if valid else None,
         )
         metrics.record(plan)
         return plan
@@ -50,7 +71,7 @@ class _Call:
 class LayerCall(_Call):
     """Gathers loads while the all-to-all dispatcher runs, then settles the PairFlow."""
 
-    loads_SE: torch.Tensor | None = None
+    _loads: torch.Tensor | None = None
 
     @cached_property
     def flow(self) -> PairFlow:
@@ -59,7 +80,7 @@ class LayerCall(_Call):
 
     def gather_loads(self, routing_map_TE: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Gather each source's loads; Megatron gathers them too but keeps few columns."""
-        self.loads_SE = _gathered(routing_map_TE.sum(dim=0), group)
+        self._loads = _gathered(self._counts(routing_map_TE), group)
 
     def copy_loads_to_host(self, record_stream: bool) -> None:
         """Start the copy; Megatron's own sync point, before the experts, ends it.
@@ -67,64 +88,85 @@ class LayerCall(_Call):
         Args:
             record_stream: the copy runs on another stream than the one that wrote the loads.
         """
-        if self.loads_SE is not None:
-            self.loads_SE = token_dispatcher.maybe_move_tensor_to_cpu(self.loads_SE, record_stream=record_stream)
+        if self._loads is not None:
+            self._loads = token_dispatcher.maybe_move_tensor_to_cpu(self._loads, record_stream=record_stream)
 
     def settle(self, routing_map_TE: torch.Tensor) -> None:
         """Fix the quotas; everything about this call's backward but the choice itself is known from here on."""
-        if self.loads_SE is None:
-            raise RuntimeError("the dispatcher sorted rows before it counted them")
-        plan = self._plan(self.loads_SE.tolist())
+        plan = self._plan(self._loads_on_host())
         # A function and not a method: a flow that held its call would be freed by the garbage collector only.
         self.flow.report = partial(_report, plan)
         self.flow.settle(plan, routing_map_TE)
+
+    def _loads_on_host(self) -> list[list[list[int]]]:
+        if self._loads is None:
+            raise RuntimeError("the dispatcher sorted rows before it counted them")
+        return self._loads.tolist()
+
+
+class GraphCall(LayerCall):
+    """A LayerCall that is opened when rows are sent, because what comes before may be a CUDA graph's replay."""
+
+    @cached_property
+    def flow(self) -> WireFlow:
+        """Of this call."""
+        return WireFlow(self.group)
+
+    def gather_loads(self, routing_map_TE: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Gather each source's loads and start their copy to the host: Megatron's own may be in the graph."""
+        self._host_loads = HostCopy(_gathered(self._counts(routing_map_TE), group))
+
+    def copy_loads_to_host(self, record_stream: bool) -> None:
+        """Under way since the loads were gathered."""
+
+    def _loads_on_host(self) -> list[list[list[int]]]:
+        return self._host_loads.read()
 
 
 class LocalCall(_Call):
     """A call of a dispatcher that is left as it is: loads are counted beside it, and the flow is the experts' own."""
 
-    def count(self, load_E: torch.Tensor) -> None:
+    def count(self, map_TE: torch.Tensor) -> None:
         """Gather each source's loads and start their copy to the host.
 
         Args:
-            load_E: (E,) pairs that this source sends.
+            map_TE: (T, E) pairs that this source sends.
         """
-        self._num_experts = load_E.shape[0]
-        self._loads = HostCopy(_gathered(load_E, self.group).view(-1))
+        self._loads = HostCopy(_gathered(self._counts(map_TE), self.group))
 
     def settled(self) -> LocalFlow:
         """Fix the quotas; waits for the loads, which were counted before the rows were sent."""
-        loads, experts = self._loads.read(), self._num_experts
-        plan = self._plan([loads[i : i + experts] for i in range(0, len(loads), experts)])
+        plan = self._plan(self._loads.read())
         return LocalFlow(plan, partial(_report, plan))
 
 
-def loads_sent(dispatcher: Any, routing_map_TE: torch.Tensor) -> torch.Tensor:
-    """(E,) pairs that this source is about to send.
+def pairs_sent(dispatcher: Any, routing_map_TE: torch.Tensor | None, num_experts: int) -> torch.Tensor:
+    """(T, E) pairs that this source is about to send.
 
     DeepEP is given the experts with the K largest probabilities instead of the map. Where a probability is 0 they can
     be others than the routed ones (token_dispatcher.py:1285-1295).
 
     Args:
         dispatcher: of Megatron, after its ``dispatch_preprocess``.
-        routing_map_TE: (T, E) bool, this rank's routing.
+        routing_map_TE: (T, E) bool, this rank's routing; None after a CUDA graph, where the dispatcher holds it.
+        num_experts: E.
     """
-    index_TK = getattr(getattr(dispatcher, "_comm_manager", None), "token_indices", None)
+    manager = getattr(dispatcher, "_comm_manager", dispatcher)
+    index_TK = getattr(manager, "token_indices", None)
     if index_TK is None:
-        return routing_map_TE.sum(dim=0)
+        return manager.routing_map if routing_map_TE is None else routing_map_TE
     # -1 stands for a pair that capacity has dropped.
-    place_P = index_TK.flatten() + 1
-    load_E = place_P.new_zeros(routing_map_TE.shape[1] + 1).scatter_add_(0, place_P, torch.ones_like(place_P))
-    return load_E[1:].contiguous()
+    sent = index_TK.new_zeros(len(index_TK), num_experts + 1, dtype=torch.bool).scatter_(1, index_TK + 1, True)
+    return sent[:, 1:]
 
 
-def _gathered(load_E: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(S, E) loads of every source: one all-gather of 8 E bytes a rank."""
-    loads_SE = load_E.new_empty(group.size(), load_E.shape[0])
+def _gathered(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(S, ...) counts of every source: one all-gather, of 8 bytes an expert and rank."""
+    counts_S = counts.new_empty(group.size(), *counts.shape)
     if group.size() == 1:
-        return loads_SE.copy_(load_E)
-    dist.all_gather_into_tensor(loads_SE.view(-1), load_E, group=group)
-    return loads_SE
+        return counts_S.copy_(counts)
+    dist.all_gather_into_tensor(counts_S.view(-1), counts.view(-1), group=group)
+    return counts_S
 
 
 def _report(plan: KeepPlan, kind: str, sums: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from megatron_lrmoe.mcore import versions
 from megatron_lrmoe.mcore.arguments import config_from_args, refuse_yaml, values_from_args
 from megatron_lrmoe.mcore.command_line import command_line, parser_error
 from megatron_lrmoe.mcore.support import refusals_table
+from megatron_lrmoe.mcore.supported import supported_table
 
 REFUSED, BAD_FLAGS = 1, 2
 LIBRARIES = (("transformer-engine", "transformer_engine"), ("apex", "apex"), ("deep-ep", "deep_ep"))
@@ -54,7 +55,7 @@ def run(flags: Sequence[str]) -> int:
     checkout = versions.use_checkout()
     _print_block("versions", [f"{name:20}{text}" for name, text in _versions(checkout)])
     status = _report_flags(flags) if flags else 0
-    print(f"refused whenever --moe-lrm-retention is below 1\n\n{refusals_table()}")
+    print(f"supported\n\n{supported_table()}\n\nrefused whenever --moe-lrm-retention is below 1\n\n{refusals_table()}")
     return status
 
 

@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron_lrmoe.compute.stage import OutputStage, Stage
-from megatron_lrmoe.mcore.call import LayerCall
+from megatron_lrmoe.mcore.call import GraphCall, LayerCall
 
 
 class LRMAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
@@ -120,9 +120,9 @@ class LRMAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         Shared experts are added to a new tensor: the routed output alone is what the router's baseline keeps.
         """
         run, call = super().combine_postprocess, self.call
-        if call is None:
-            return run(permutated_local_input_tokens)
         self.call = None
+        if call is None or isinstance(call, GraphCall):
+            return run(permutated_local_input_tokens)
         stage = OutputStage if call.config.router_grad == "baseline" else Stage
         with self._shared_experts_apart() as shared:
             output = stage.apply(run, call.flow.unpermute_backward, permutated_local_input_tokens)

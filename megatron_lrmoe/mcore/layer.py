@@ -18,7 +18,8 @@ from megatron.core.transformer.moe.token_dispatcher import (
 
 from megatron_lrmoe.config import LrmConfig
 from megatron_lrmoe.mcore import adaptive, clock, metrics
-from megatron_lrmoe.mcore.call import LayerCall, LocalCall, loads_sent
+from megatron_lrmoe.mcore.call import GraphCall, LayerCall, LocalCall, pairs_sent
+from megatron_lrmoe.mcore.cuda_graphs import may_capture_preprocess
 from megatron_lrmoe.mcore.dispatcher import LRMAlltoAllTokenDispatcher
 from megatron_lrmoe.mcore.experts import LRMSequentialMLP, LRMTEGroupedMLP
 from megatron_lrmoe.pairs import DrawKey
@@ -72,6 +73,8 @@ class LRMoELayer(MoELayer):
         _become_ours(self.experts)
         self._our_experts.gemm = settings.gemm
         self._local_call: LocalCall | None = None
+        self._valid_T: torch.Tensor | None = None
+        self._opens_late = may_capture_preprocess(config)
         self._moves_every_row = not isinstance(self.token_dispatcher, LRMAlltoAllTokenDispatcher)
         if self._moves_every_row:
             # g and dX of every routed row are whole tensors in the experts' backward, and so is dalpha.
@@ -79,14 +82,30 @@ class LRMoELayer(MoELayer):
             self._row_bytes = replace(self._row_bytes, saved=self._row_bytes.saved + whole)
             _say_once(config.moe_token_dispatcher_type)
 
+    @torch.compiler.disable
+    def forward(self, hidden_states, intermediate_tensors=None, padding_mask=None):
+        """Megatron's own; torch.compile leaves it as it is and compiles around it.
+
+        Row counts change from call to call, and no compiler can see into our Functions.
+        """
+        return super().forward(hidden_states, intermediate_tensors, padding_mask)
+
+    def route(self, hidden_states, padding_mask=None):
+        """Megatron's own; which tokens are padding is kept for this call's quotas.
+
+        Its router takes True for padding (router.py:738), whatever its docstrings say.
+        """
+        self._valid_T = None if padding_mask is None else ~padding_mask.reshape(-1)
+        return super().route(hidden_states, padding_mask)
+
     def preprocess(self, hidden_states, probs, routing_map):
         """Open a call if backward work is to be dropped, then permute as Megatron does."""
+        if self._opens_late:
+            return super().preprocess(hidden_states, probs, routing_map)
         self._our_experts.flow = None
         if self._moves_every_row:
-            call = self._local_call = self._open_call(LocalCall)
             prepared = super().preprocess(hidden_states, probs, routing_map)
-            if call is not None:
-                call.count(loads_sent(self.token_dispatcher, routing_map))
+            self._open_local_call(routing_map)
             return prepared
         call = self._our_dispatcher.call = self._open_call(LayerCall)
         if call is not None:
@@ -96,13 +115,32 @@ class LRMoELayer(MoELayer):
     def dispatch(self, hidden_states, probs):
         """Send rows as Megatron does; where the dispatcher moves every row, then fix the quotas of an open call.
 
-        Not earlier, since that waits for the loads.
+        Not earlier, since that waits for the loads. What CUDA graphs may capture is over here, so with them a call is
+        opened here too.
         """
+        if self._opens_late:
+            self._open_late()
         dispatched = super().dispatch(hidden_states, probs)
         call, self._local_call = self._local_call, None
         if call is not None:
             self._our_experts.flow = call.settled()
         return dispatched
+
+    def _open_local_call(self, routing_map_TE: torch.Tensor | None) -> None:
+        call = self._local_call = self._open_call(LocalCall)
+        if call is not None:
+            call.count(pairs_sent(self.token_dispatcher, routing_map_TE, self.config.num_moe_experts or 0))
+
+    def _open_late(self) -> None:
+        """With the routing that the dispatcher holds, which a replay has put there (cudagraph_attrs)."""
+        self._our_experts.flow = None
+        if self._moves_every_row:
+            self._open_local_call(None)
+            return
+        call = self._our_dispatcher.call = self._open_call(GraphCall)
+        if call is not None:
+            call.gather_loads(self._our_dispatcher.routing_map, self.ep_group)
+            self._our_experts.flow = call.flow
 
     @property
     def _our_dispatcher(self) -> LRMAlltoAllTokenDispatcher:
@@ -118,7 +156,7 @@ class LRMoELayer(MoELayer):
         after = self.config.num_layers if self.is_mtp_layer else 0
         return after + (self.layer_number or 0)
 
-    def _open_call[C: (LayerCall, LocalCall)](self, kind: type[C]) -> C | None:
+    def _open_call[C: (LayerCall, GraphCall, LocalCall)](self, kind: type[C]) -> C | None:
         # Recompute runs a forward without gradients first and repeats it with them in backward. Only the second has
         # a backward of its own, so only it opens a call, counts as a microbatch and records metrics.
         if not (self.training and torch.is_grad_enabled()):
@@ -139,7 +177,7 @@ class LRMoELayer(MoELayer):
         retention = self._retention(layer, iteration) if covered or self.always_compact else Fraction(1)
         if retention == 1 and not self.always_compact:
             return None
-        return kind(self.lrm_config, key, retention, self.ep_group, self._row_bytes)
+        return kind(self.lrm_config, key, retention, self.ep_group, self._row_bytes, self._valid_T)
 
     def _retention(self, layer: int, iteration: int) -> Fraction:
         if not self.lrm_config.adaptive:

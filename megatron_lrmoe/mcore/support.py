@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_lrmoe.mcore.cuda_graphs import captures_experts, may_capture_preprocess
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -16,8 +18,7 @@ class Refusal:
         refused: whether a value is one that is refused.
         allowed: what to use instead.
         why: one clause.
-        counts_with: attribute without which this one has no effect.
-        among: values of that attribute with which it has; any but a false one where none are given.
+        applies: whether the run's other settings let this one have an effect.
     """
 
     flag: str
@@ -25,8 +26,7 @@ class Refusal:
     refused: Callable[[Any], bool]
     allowed: str
     why: str
-    counts_with: str | None = None
-    among: tuple[str, ...] = ()
+    applies: Callable[[Namespace], bool] = lambda _: True
 
     def sentence(self, args: Namespace) -> str | None:
         """Flag, what was found, what is allowed and why; None if nothing is refused.
@@ -34,17 +34,11 @@ class Refusal:
         Settings that this version of Megatron does not have count as not given.
         """
         value = getattr(args, self.dest, None)
-        if not self.refused(value) or not self._counts(args):
+        if not self.refused(value) or not self.applies(args):
             return None
         same_name = self.flag.removeprefix("--").replace("-", "_") == self.dest
         found = repr(value) if same_name else f"{self.dest}={value!r}"
         return f"{self.flag}: found {found}, allowed is {self.allowed}: {self.why}"
-
-    def _counts(self, args: Namespace) -> bool:
-        if self.counts_with is None:
-            return True
-        other = getattr(args, self.counts_with, None)
-        return other in self.among if self.among else bool(other)
 
 
 def _more_than_one(value: Any) -> bool:
@@ -55,13 +49,12 @@ def _offloads_experts(modules: Any) -> bool:
     return bool({"expert_fc1", "moe_act", "fused_group_mlp"} & set(modules or ()))
 
 
-def _captures_experts(modules: Any) -> bool:
-    """Modules are members of an enumeration of Megatron's; none of them means the whole layer."""
-    return not {getattr(module, "name", module) for module in modules or ["whole layer"]} <= {"attn", "mlp", "mamba"}
-
-
 def _without(flag: str, why: str) -> Refusal:
     return Refusal(flag, flag.removeprefix("--").replace("-", "_"), bool, "without it", why)
+
+
+def _set_to(dest: str, *values: Any) -> Callable[[Namespace], bool]:
+    return lambda args: getattr(args, dest, None) in values
 
 
 def _with_other_dispatchers(flag: str, refused: str, allowed: str) -> Refusal:
@@ -71,8 +64,7 @@ def _with_other_dispatchers(flag: str, refused: str, allowed: str) -> Refusal:
         lambda v: v == refused,
         f"{allowed} with --moe-token-dispatcher-type allgather (Megatron's default) or flex",
         "with those a pair's source does not learn whether the pair was kept",
-        counts_with="moe_token_dispatcher_type",
-        among=("allgather", "flex"),
+        _set_to("moe_token_dispatcher_type", "allgather", "flex"),
     )
 
 
@@ -109,6 +101,13 @@ REFUSALS = (
     ),
     _without("--heterogeneous-layers-config-path", "heterogeneous layers have no experts"),
     _without("--heterogeneous-layers-config-encoded-json", "heterogeneous layers have no experts"),
+    Refusal(
+        "--hybrid-layer-pattern",
+        "hybrid_layer_pattern",
+        lambda v: "E" in (v or "").partition("/")[2],
+        "a pattern without E after the slash",
+        "Megatron gives experts of prediction layers the numbers of decoder layers",
+    ),
     Refusal(
         "--transformer-impl",
         "transformer_impl",
@@ -162,12 +161,20 @@ REFUSALS = (
     Refusal(
         "--cuda-graph-modules",
         "cuda_graph_modules",
-        _captures_experts,
-        "attn, mlp and mamba, with --cuda-graph-impl local or transformer_engine",
-        "row counts change from step to step, and graphs of the router have not been tried",
-        counts_with="cuda_graph_impl",
-        among=("local", "transformer_engine"),
+        captures_experts,
+        "attn, mlp, mamba, moe_router and moe_preprocess, with --cuda-graph-impl local or transformer_engine",
+        "row counts change from step to step",
+        _set_to("cuda_graph_impl", "local", "transformer_engine"),
     ),
+    Refusal(
+        "--moe-lrm-router-grad",
+        "moe_lrm_router_grad",
+        lambda v: v == "baseline",
+        "drop where --cuda-graph-modules has moe_preprocess, or moe_router with --cuda-graph-impl local",
+        "the tokens' summed output is then in a graph",
+        may_capture_preprocess,
+    ),
+    _without("--rl-training-cuda-graphs", "it captures the router after the layer was built"),
     Refusal(
         "--batch-invariant-mode",
         "batch_invariant_mode",
@@ -197,7 +204,7 @@ REFUSALS = (
         _offloads_experts,
         "modules other than expert_fc1, moe_act and fused_group_mlp",
         "saved rows are gathered in backward",
-        counts_with="fine_grained_activation_offloading",
+        _set_to("fine_grained_activation_offloading", True),
     ),
 )
 

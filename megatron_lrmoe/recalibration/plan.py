@@ -77,6 +77,8 @@ class KeepPlan:
         loads_SE: routed pairs from each source rank for each expert of the layer.
         rank: this rank's index among the sources, which are also the owners.
         row_bytes: memory of a row; needed for a limit in bytes only.
+        valid_SE: of ``loads_SE``, the pairs of tokens that are not padding; None where all are. Padding gets no
+            gradient, so a backward has no use for it: quotas are shares of the valid pairs.
     """
 
     config: LrmConfig
@@ -85,6 +87,7 @@ class KeepPlan:
     loads_SE: Sequence[Sequence[int]]
     rank: int
     row_bytes: RowBytes | None = None
+    valid_SE: Sequence[Sequence[int]] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -95,6 +98,13 @@ class KeepPlan:
     def demand_E(self) -> list[int]:
         """Pairs of each expert, over all sources."""
         return [sum(loads_S) for loads_S in zip(*self.loads_SE, strict=True)]
+
+    @cached_property
+    def valid_E(self) -> list[int]:
+        """Pairs of each expert that quotas are shares of."""
+        if self.valid_SE is None:
+            return self.demand_E
+        return [sum(valid_S) for valid_S in zip(*self.valid_SE, strict=True)]
 
     @cached_property
     def rows_R(self) -> IntArray:
@@ -117,7 +127,7 @@ class KeepPlan:
                 raise RuntimeError("a limit in bytes needs row_bytes, found None")
             limits.append(self.row_bytes.row_limit(config.budget_bytes, self.rows_R))
         if config.quota == "joint" and not limits:
-            limits.append(joint_limit(self.rows_R))
+            limits.append(joint_limit(per_rank(np.array(self.valid_E, np.int64), self._owner_E, self.num_ranks)))
         return np.min(limits, axis=0) if limits else None
 
     @property
@@ -143,16 +153,16 @@ class KeepPlan:
     def policy_quota_E(self) -> list[int]:
         """``quota_E`` of a call that does not probe."""
         policy, limit_R = self.config.quota, self.limit_R
-        even_E = proportional_quota(self.demand_E, self.retention, self.config.min_rows)
+        even_E = proportional_quota(self.valid_E, self.retention, self.config.min_rows)
         if policy == "proportional" and limit_R is None:
             return even_E
-        load_E, quota_E = np.array(self.demand_E, np.int64), np.array(even_E, np.int64)
+        load_E, quota_E = np.array(self.valid_E, np.int64), np.array(even_E, np.int64)
         owner_E, total = self._owner_E, sum(even_E)
         floor_E = floor_rows(load_E, quota_E, self.least_share, self.config.min_rows)
         if policy == "balanced":
             quota_E = balanced_quota(load_E, floor_E, owner_E, self.num_ranks, total)
         elif policy == "joint" and limit_R is not None:
-            quota_E = joint_quotas(load_E, floor_E, owner_E, limit_R, allowance=sum(self.demand_E) - total)
+            quota_E = joint_quotas(load_E, floor_E, owner_E, limit_R, allowance=sum(self.valid_E) - total)
         # What the joint policy aims at by itself is no limit: it is given up where retention does not allow it.
         if self.config.limits_rows and limit_R is not None:
             quota_E = capped_quota(quota_E, floor_E, owner_E, limit_R)
@@ -166,7 +176,9 @@ class KeepPlan:
     def splits_E(self) -> list[SourceSplit]:
         """Each expert's quota over the source ranks; only scope 'source' needs it."""
         where = offsets(self.key, range(len(self.quota_E)))
-        columns = list(zip(*self.loads_SE, strict=True))
+        # A call that probes keeps padding too.
+        loads_SE = self.loads_SE if self.valid_SE is None or self.probes else self.valid_SE
+        columns = list(zip(*loads_SE, strict=True))
         return [split_over_sources(q, n, o) for q, n, o in zip(self.quota_E, columns, where, strict=True)]
 
     @cached_property

@@ -40,7 +40,11 @@ REFUSED = {
     ),
     "A32, whole layer": (
         "--cuda-graph-impl local",
-        "--cuda-graph-modules: found [], allowed is attn, mlp and mamba",
+        "--cuda-graph-modules: found [], allowed is attn, mlp, mamba, moe_router",
+    ),
+    "A32, attention and experts": (
+        "--cuda-graph-impl local --cuda-graph-modules attn moe",
+        "--cuda-graph-modules: found [",
     ),
 }
 
@@ -74,6 +78,22 @@ def test_a_combination_that_would_be_silently_dense_is_refused_by_name(said: dic
 
 def test_a_refusal_names_the_plugins_flag_too(said: dict[str, str]) -> None:
     assert all("--moe-lrm-retention" in text for text in said.values())
+
+
+def captured_modules(impls: list[str]) -> dict[str, tuple[bool, list[str]]]:
+    """Whether the config has the plugin on, and what CUDA graphs capture, where attention alone is asked for."""
+    found = {}
+    for impl in impls:
+        words = f"{SMALL} {ALLTOALL} {ON} --cuda-graph-impl {impl} --cuda-graph-modules attn"
+        config = arguments_module().core_transformer_config_from_args(parsed(on_cpu(words)))
+        assert config.cuda_graph_impl == impl
+        found[impl] = config.moe_lrm.enabled, [getattr(m, "name", m) for m in config.cuda_graph_modules]
+    return found
+
+
+def test_a32_graphs_of_attention_alone_are_accepted(gloo2: Pool) -> None:
+    impls = ["local", "transformer_engine"]
+    assert gloo2(captured_modules, impls) == [{impl: (True, ["attn"]) for impl in impls}] * 2
 
 
 def choices_refused(words: str) -> str:

@@ -61,11 +61,13 @@ def watching_local_flows(record: list[Any]) -> Iterator[None]:
         LocalFlow.take_kept_gradient = original
 
 
-def forward_backward(layer: Any, case: Case) -> layers.Result:
+def forward_backward(
+    layer: Any, case: Case, around_backward: AbstractContextManager[Any] | None = None
+) -> layers.Result:
     """As ``layers.forward_backward``; the kept pairs are the owners' rows, brought back to the tokens' sources."""
     flows: list[Any] = []
     with watching_local_flows(flows):
-        result = layers.forward_backward(layer, case)
+        result = layers.forward_backward(layer, case, around_backward)
     # All-gather's backward leaves dX in a buffer that the next call writes to (tensor_parallel/mappings.py).
     result = replace(result, dx_TD=result.dx_TD.clone())
     if not flows:
@@ -271,8 +273,8 @@ def error_with_other_counts(case: Case) -> str:
 
     original = LocalCall.count
 
-    def count(self: LocalCall, load_E: torch.Tensor) -> None:
-        original(self, load_E.roll(1))
+    def count(self: LocalCall, map_TE: torch.Tensor) -> None:
+        original(self, map_TE.roll(1, dims=1))
 
     LocalCall.count = count
     try:

@@ -203,10 +203,11 @@ def test_a24_dropped_slots_move_no_kept_row(gloo2: Pool, config: dict[str, Any],
 
 
 def loads_of_dropped_slots() -> list[int]:
-    from megatron_lrmoe.mcore.call import loads_sent
+    from megatron_lrmoe.mcore.call import pairs_sent
 
     manager = SimpleNamespace(token_indices=torch.tensor([[0], [-1], [1], [-1]]))
-    return loads_sent(SimpleNamespace(_comm_manager=manager), torch.ones(4, 2, dtype=torch.bool)).tolist()
+    map_TE = pairs_sent(SimpleNamespace(_comm_manager=manager), torch.ones(4, 2, dtype=torch.bool), 2)
+    return map_TE.sum(dim=0).tolist()
 
 
 def test_a24_dropped_slots_are_no_load(gloo2: Pool) -> None:

@@ -4,16 +4,19 @@ A10 and A13 with tensor parallelism are in test_parallel_layouts.py, A20 to A24 
 test_user_demand_compile.py, A35 in test_host_syncs.py.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lrmoe.recalibration.plan import KeepPlan
+from megatron_lrmoe.recalibration.quota import proportional_quota
 from megatron_lrmoe.reference import stack_sources
 from tests import layers
-from tests.dist.test_router_grad import reference_of
+from tests.dist.test_router_grad import reference_of, same
 from tests.dist.test_user_demand import even, routing
 from tests.dist.test_user_demand_router import forced_router
 from tests.gloo import Pool
@@ -153,14 +156,33 @@ A29 = Case(
 )
 
 
-def with_padding(case: Case) -> tuple[list[int], torch.Tensor]:
-    """Pairs that each source was counted with, and (T, E) this rank's kept weights; the last tokens are padding.
+@dataclass(frozen=True)
+class Padded:
+    """What one rank saw of a call whose last tokens are padding.
 
-    No loss is taken of padding, so no gradient comes back to it.
+    Args:
+        plan: of the call.
+        map_TE, probs_TE: its routing.
+        kept_TE: weights of its kept pairs.
+        dx_TD: gradient of its tokens.
+        fc: weight gradients of its experts, fc1 and fc2.
     """
+
+    plan: KeepPlan
+    map_TE: torch.Tensor
+    probs_TE: torch.Tensor
+    kept_TE: torch.Tensor
+    dx_TD: torch.Tensor
+    fc: list[torch.Tensor]
+
+
+def with_padding(case: Case) -> Padded:
+    """One step; no loss is taken of padding, so no gradient comes back to it."""
     layer = layers.build(case)
     x, g_TD = layers.leaves(layer, case)
     g_TD[VALID:] = 0
+    routed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    layer.router.register_forward_hook(lambda _, __, answer: routed.append(answer))
     # True is padding: so Megatron's router reads it (router.py:738), whatever its docstrings say.
     padding = torch.arange(PADDED)[None] >= VALID
     flows: list[Any] = []
@@ -168,23 +190,36 @@ def with_padding(case: Case) -> tuple[list[int], torch.Tensor]:
         out = layer(x, padding_mask=padding)[0]
         out.backward(g_TD.view_as(out))
     ((flow, sent),) = flows
-    kept_TE = torch.zeros(PADDED, case.num_experts)
-    kept_TE[flow.token_P[sent.rows_M], flow.expert_P[sent.rows_M]] = layers.weights_of(flow, sent)
-    return [sum(loads_E) for loads_E in flow.plan.loads_SE], kept_TE
+    kept_TE = torch.zeros(PADDED, case.num_experts, dtype=torch.float64)
+    kept_TE[flow.token_P[sent.rows_M], flow.expert_P[sent.rows_M]] = layers.weights_of(flow, sent).double()
+    probs_TE, map_TE = routed[0]
+    fc = [layers._expert_gradients(layer, name) for name in ("linear_fc1", "linear_fc2")]
+    return Padded(flow.plan, map_TE, probs_TE.detach(), kept_TE, x.grad.squeeze(1), fc)
 
 
+@pytest.mark.parametrize("retention", [0.5, 0.9])
 @pytest.mark.parametrize("scope", ["expert", "source"])
 @pytest.mark.parametrize("selection", ["topk", "unbiased"])
-def test_a29_no_padding_is_kept_before_a_valid_pair(gloo2: Pool, scope: str, selection: str) -> None:
-    """At 0.5 every expert has more valid pairs than its quota."""
-    case = replace(A29, lrm={"scope": scope, "selection": selection})
-    for _, kept_TE in gloo2(with_padding, case):
-        assert (kept_TE[:VALID] > 0).any() and not (kept_TE[VALID:] > 0).any()
+def test_a29_quotas_come_from_valid_pairs_and_keep_no_others(
+    gloo2: Pool, retention: float, scope: str, selection: str
+) -> None:
+    case = replace(A29, lrm={"scope": scope, "selection": selection, "retention": retention})
+    ranks = gloo2(with_padding, case)
+    valid_E = sum(rank.map_TE[:VALID].sum(0) for rank in ranks)
+    assert int(valid_E.sum()) == 2 * 2 * VALID
+    quota_E = proportional_quota(valid_E.tolist(), Fraction(str(retention)), 0)
+    for rank in ranks:
+        assert rank.plan.quota_E == quota_E
+        assert not (rank.kept_TE[VALID:] > 0).any()
+    assert sum((rank.kept_TE > 0).sum(0) for rank in ranks).tolist() == quota_E
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Megatron 0.19 routes padding like any token, and the plugin counts what it routes"
-)
-def test_a29_quotas_come_from_valid_pairs(gloo2: Pool) -> None:
-    for loads, _ in gloo2(with_padding, A29):
-        assert loads == [2 * VALID] * 2
+def test_a29_gradients_are_the_references_for_the_kept_pairs(gloo2: Pool) -> None:
+    ranks = gloo2(with_padding, A29)
+    values = [layers.settle(A29, rank) for rank in range(2)]
+    g_TD = torch.cat([part["g_TD"].index_fill(0, torch.arange(VALID, PADDED), 0) for part in values])
+    x_TD, probs_TE = (torch.cat(parts) for parts in ([v["x_TD"] for v in values], [r.probs_TE for r in ranks]))
+    kept_TE = torch.cat([rank.kept_TE for rank in ranks])
+    exact = reference_of(A29).backward(x_TD, probs_TE.double(), g_TD, kept_TE)
+    for fc, expected in enumerate((exact.dfc1, exact.dfc2)):
+        same(torch.cat([rank.fc[fc] for rank in ranks]), expected, 1e-5)

@@ -32,11 +32,12 @@ REFUSED = {
     "--expert-tensor-parallel-size": 2,
     "--expert-tensor-parallel-num-weight-shards": 2,
     "--transformer-impl": "inference_optimized",
+    "--hybrid-layer-pattern": "M*E/*E",
     "--fp8-format": "hybrid",
     "--fp4-format": "e2m1",
     "--kitchen-recipe-number": 0,
     "--cuda-graph-impl": "full_iteration",
-    "--cuda-graph-modules": ["attn", "moe_router"],
+    "--cuda-graph-modules": ["attn", "moe"],
     "--moe-expert-rank-capacity-factor": 0.0,
     "--offload-modules": ["core_attn", "moe_act"],
 }
@@ -177,13 +178,24 @@ def test_a_flag_the_parser_has_already_is_left_alone() -> None:
     assert add_flags(parser).format_help() == before
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda r: r.flag)
+COUNTS_WITH = {
+    "--moe-lrm-scope": {"moe_token_dispatcher_type": "flex"},
+    "--moe-lrm-router-grad": {"moe_token_dispatcher_type": "allgather"},
+    "--cuda-graph-modules": {"cuda_graph_impl": "local"},
+    "--offload-modules": {"fine_grained_activation_offloading": True},
+}
+"""What else has to be set for a setting to have an effect."""
+
+
+@pytest.mark.parametrize(
+    "refusal", {refusal.flag: refusal for refusal in REFUSALS[::-1]}.values(), ids=lambda refusal: refusal.flag
+)
 def test_each_refused_setting_is_named_with_what_was_found_and_what_is_allowed(refusal: Any) -> None:
     value = REFUSED.get(refusal.flag, True)
     given = {refusal.dest: value}
-    if refusal.counts_with:
+    if refusal.flag in COUNTS_WITH:
         assert config_from_args(run_args("--moe-lrm-retention", "0.5", **given)).enabled
-        given[refusal.counts_with] = refusal.among[0] if refusal.among else True
+        given |= COUNTS_WITH[refusal.flag]
     (line,) = problems(run_args("--moe-lrm-retention", "0.5", **given))
     assert line.startswith(f"{refusal.flag}: found ") and repr(value) in line
     assert f", allowed is {refusal.allowed}: {refusal.why}" in line
@@ -230,14 +242,46 @@ def test_wrong_values_of_an_unused_plugin_do_not_bring_up_megatrons_flags() -> N
 
 @pytest.mark.parametrize(
     ("modules", "refused"),
-    [([], True), (["attn"], False), (["attn", "mlp", "mamba"], False), (["moe"], True), (["attn", "moe_router"], True)],
+    [
+        ([], True),
+        (["attn"], False),
+        (["attn", "mlp", "mamba"], False),
+        (["moe"], True),
+        (["attn", "moe_router"], False),
+        (["moe_router", "moe_preprocess"], False),
+        (["moe_router", "moe"], True),
+    ],
 )
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine", "none"])
 def test_cuda_graphs_may_hold_what_has_no_experts(modules: list[str], refused: bool, implementation: str) -> None:
     args = run_args("--moe-lrm-retention", "0.8", cuda_graph_impl=implementation, cuda_graph_modules=modules)
     if refused and implementation != "none":
         (line,) = problems(args)
-        assert line.startswith(f"--cuda-graph-modules: found {modules!r}, allowed is attn, mlp and mamba")
+        assert line.startswith(f"--cuda-graph-modules: found {modules!r}, allowed is attn, mlp, mamba, moe_router")
+    else:
+        assert config_from_args(args).enabled
+
+
+@pytest.mark.parametrize(
+    ("implementation", "modules", "refused"),
+    [
+        ("none", ["moe_router", "moe_preprocess"], False),
+        ("transformer_engine", ["moe_router"], False),
+        ("transformer_engine", ["moe_router", "moe_preprocess"], True),
+        ("local", ["moe_router"], True),
+        ("local", ["attn"], False),
+    ],
+)
+def test_the_routers_baseline_needs_an_output_that_no_graph_holds(
+    implementation: str, modules: list[str], refused: bool
+) -> None:
+    words = "--moe-lrm-retention 0.8 --moe-lrm-router-grad baseline"
+    args = run_args(*words.split(), cuda_graph_impl=implementation, cuda_graph_modules=modules)
+    if refused:
+        (line,) = problems(args)
+        assert line.startswith(
+            "--moe-lrm-router-grad: found 'baseline', allowed is drop where --cuda-graph-modules has"
+        )
     else:
         assert config_from_args(args).enabled
 
@@ -266,9 +310,7 @@ def test_layers_of_multi_token_prediction_count_on_after_the_decoders(frequency:
     assert line.endswith(f"this model's MoE layers {allowed}")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "allowed"), [("M*E-E", [3, 5]), ("ME|*E", [2, 4]), ("M*E/*E/*E", [3, 5, 7]), ("M*", [])]
-)
+@pytest.mark.parametrize(("pattern", "allowed"), [("M*E-E", [3, 5]), ("ME|*E", [2, 4]), ("M*E/*-/*-", [3]), ("M*", [])])
 def test_layers_of_hybrid_models_are_those_that_the_pattern_marks(pattern: str, allowed: list[int]) -> None:
     words = "--moe-lrm-retention 0.5 --moe-lrm-layers 9"
     (line,) = problems(run_args(*words.split(), hybrid_layer_pattern=pattern))

@@ -44,7 +44,7 @@ def kept_map(p: Problem) -> torch.Tensor:
     flow: PairFlow = p.flow
     flow._reset()
     with torch.no_grad():
-        flow._select(p.g_TD)
+        flow._select(p.g_TD, flow.token_P)
     weight_TE = torch.zeros(TOKENS, EXPERTS, dtype=torch.float64)
     weight_TE[flow._token_M, flow.expert_P[flow.sent.rows_M]] = flow.sent.weight_M.double()
     return weight_TE

@@ -214,7 +214,7 @@ def expected(p: Problem) -> dict[str, torch.Tensor]:
     flow = p.flow
     flow._reset()
     with torch.no_grad():
-        flow._select(p.g_TD)
+        flow._select(p.g_TD, flow.token_P)
     weight_TE = torch.zeros(TOKENS, EXPERTS, dtype=torch.float64)
     rows_M = flow.sent.rows_M
     weight_TE[flow.token_P[rows_M], flow.expert_P[rows_M]] = flow.sent.weight_M.double()
