@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.planner            # the tables of docs/planner.md
     OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.planner --seeds 4  # a quick look
+    OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.planner --trace DIR  # the first table on recorded loads
 
 Prints Markdown. Loads are routed token by token (top-8, without replacement); seeds from 1000 on, which were not used
 while the planner was tuned.
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, partial
+from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from megatron_lrmoe.replicas.peers import POLICIES, ultraep_compiled
 from megatron_lrmoe.replicas.peers.ultraep import DEFAULTS as ULTRAEP
 from megatron_lrmoe.replicas.plan import Limits, Plan, limit_rows
 from megatron_lrmoe.replicas.planner import plan
+from megatron_lrmoe.replicas.traces import read_trace
 from tests.milp import Case, fewest_replicas, fewest_rows
 
 LIMIT = Fraction(101, 100)
@@ -66,7 +69,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seeds", type=int, default=40, help="of EP8; EP64 gets half (default: 40)")
     parser.add_argument("--cases", type=int, default=60, help="compared with the integer program (default: 60)")
+    parser.add_argument(
+        "--trace", type=Path, metavar="PATH", help="recorded loads, a Parquet file or a folder of them, instead of all"
+    )
     options = parser.parse_args()
+    if options.trace:
+        return reach_of_trace(options.trace)
     reach(options.seeds)
     readme_of_ultraep()
     after_dropping(options.seeds)
@@ -92,34 +100,48 @@ def over_mean(found: Plan) -> float:
 def reach(seeds: int) -> None:
     """Max/mean and replicas of every policy, limit 1.01 x mean or the nearest reachable."""
     for setting, slots in REACH:
-        rows = []
-        for name, planner in PLANNERS.items():
-            plans = [
-                planner(loads_of(setting, seed), None, setting.shape.owner_E, slots, Limits(forward=LIMIT))
-                for seed in setting.seeds(seeds)
+        loads = [loads_of(setting, seed) for seed in setting.seeds(seeds)]
+        what = f"{setting.shape.tokens} tokens a rank, {len(loads)} seeds"
+        reach_table(setting.name, what, loads, setting.shape.owner_E, slots)
+
+
+def reach_of_trace(path: Path) -> None:
+    """The same on the routed rows of recorded layer calls; owners are contiguous blocks of equal size."""
+    records = read_trace(path)
+    loads = [record.routed_SE for record in records if record.routed_SE.any()]
+    if not loads:
+        raise ValueError(f"{path}: found no routed rows, allowed is at least one")
+    ranks, experts = loads[0].shape
+    if experts % ranks:
+        raise ValueError(f"{path}: found {experts} experts on {ranks} ranks, allowed is a multiple of the ranks")
+    for slots in (1, 2):
+        reach_table(str(path), f"{len(loads)} layer calls", loads, np.arange(experts) // (experts // ranks), slots)
+
+
+def reach_table(name: str, what: str, loads: Sequence[np.ndarray], owner_E: np.ndarray, slots: int) -> None:
+    """A row for each policy, over all loads."""
+    rows = []
+    for policy, planner in PLANNERS.items():
+        plans = [planner(loads_SE, None, owner_E, slots, Limits(forward=LIMIT)) for loads_SE in loads]
+        ratios = [over_mean(found) for found in plans]
+        rows.append(
+            [
+                policy,
+                f"{np.mean(ratios):.4f}",
+                f"{np.percentile(ratios, 95):.4f}",
+                f"{max(ratios):.4f}",
+                f"{np.mean([found.replicas for found in plans]):.2f}",
+                max(int(found.slots_R.max()) for found in plans),
+                f"{np.mean([found.pushes_R.max() for found in plans]):.1f}",
+                f"{np.mean([found.migrations for found in plans]):.1f}",
             ]
-            ratios = [over_mean(found) for found in plans]
-            rows.append(
-                [
-                    name,
-                    f"{np.mean(ratios):.4f}",
-                    f"{np.percentile(ratios, 95):.4f}",
-                    f"{max(ratios):.4f}",
-                    f"{np.mean([found.replicas for found in plans]):.2f}",
-                    max(int(found.slots_R.max()) for found in plans),
-                    f"{np.mean([found.pushes_R.max() for found in plans]):.1f}",
-                    f"{np.mean([found.migrations for found in plans]):.1f}",
-                ]
-            )
-        before = np.mean(
-            [float(workloads.skew(loads_of(setting, s), setting.shape.owner_E)) for s in setting.seeds(seeds)]
         )
-        table(
-            f"Reach: {setting.name}, {slots} slot{'s' * (slots > 1)}, {setting.shape.tokens} tokens a rank, "
-            f"{len(setting.seeds(seeds))} seeds, {before:.2f} before",
-            ("policy", "max/mean", "p95", "worst", "replicas", "most slots", "pushes of one rank", "masters moved"),
-            rows,
-        )
+    before = np.mean([float(workloads.skew(loads_SE, owner_E)) for loads_SE in loads])
+    table(
+        f"Reach: {name}, {slots} slot{'s' * (slots > 1)}, {what}, {before:.2f} before",
+        ("policy", "max/mean", "p95", "worst", "replicas", "most slots", "pushes of one rank", "masters moved"),
+        rows,
+    )
 
 
 def readme_of_ultraep() -> None:

@@ -146,7 +146,8 @@ def _add_plan_input(group: argparse._ArgumentGroup) -> None:
         default=None,
         metavar="FILE",
         help="CSV of routed rows: a line per source rank with a number per expert; or one such line of totals, whose "
-        "sources are taken as even; or columns headed source, expert and routed. Or a Parquet trace",
+        "sources are taken as even; or columns headed source, expert and routed. Or a Parquet trace, or a folder "
+        "of trace files",
     )
     group.add_argument("--ranks", type=int, required=True, help="of the expert-parallel group")
     group.add_argument("--experts", type=int, help="of the layer (default: as in FILE)")

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any, Literal
 
-USUAL, ADVANCED = "moe-lrm", "moe-lrm, advanced"
+USUAL, REPLICAS, ADVANCED = "moe-lrm", "moe-lrm, replicas", "moe-lrm, advanced"
 FLAG_PREFIX = "--moe-lrm-"
+
+TRAINED_POLICIES = ("none", "lrm", "ultraep", "symi")
+"""Replica policies that leave masters where they are and honour slots."""
 
 
 def _in_group(title: str, default: Any) -> Any:
@@ -26,7 +29,7 @@ class LrmConfig:
 
     retention: float | None = _in_group(USUAL, None)
     """Share of the routed (token, expert) pairs that keep their backward, 0 < r <= 1. Not given, or 1.0:
-    Megatron's own classes stay in place. The forward is never changed."""
+    Megatron's own classes stay in place, unless there are replicas. The forward is never changed."""
 
     selection: Literal["unbiased", "topk"] = _in_group(USUAL, "unbiased")
     """How an expert's quota is filled. unbiased: a systematic draw with probability proportional to the
@@ -113,6 +116,39 @@ class LrmConfig:
     unbiased would have had are logged: kappa, topk_dropped_mass, unbiased_variance. Needs the memory of a full
     backward. 0: never."""
 
+    replica_policy: Literal["none", "lrm", "ultraep", "symi", "moonep", "eplb"] = _in_group(REPLICAS, "none")
+    """Who decides which experts get replicas on other ranks, for a layer call or for replica-interval iterations. lrm:
+    the fewest with which no rank has more rows than replica-tolerance allows, chosen together with quota joint.
+    ultraep, symi: as those systems choose, with masters that stay where they are. moonep and eplb can be planned with
+    but not trained with."""
+
+    replica_slots: int = _in_group(REPLICAS, 2)
+    """Replicas that a rank has room for, one buffer for all layers."""
+
+    replica_tolerance: float = _in_group(REPLICAS, 1.01)
+    """Largest rows of a rank that lrm aims at, as a multiple of the mean: of routed rows in forward, and in backward of
+    kept rows, or with replica-limits backward of routed ones. Where rank-rows or budget-gib are given they count
+    instead in backward."""
+
+    replica_limits: Literal["both", "backward"] = _in_group(REPLICAS, "both")
+    """What lrm limits. both: routed rows and kept rows, for the shortest step; quota joint, which spares replicas, is
+    then proportional. backward: kept rows alone, for the fewest replicas; ranks stay uneven in forward."""
+
+    replica_min_rows: int = _in_group(REPLICAS, 1024)
+    """Rows that lrm's replicas must take off the busiest rank for each copy over the busiest link, a forward row
+    counting a third and a kept one two thirds; otherwise there are none. ultraep: fewest rows of a replica where its
+    fast search has failed."""
+
+    replica_interval: int = _in_group(REPLICAS, 1)
+    """Iterations for which replicas stay where they are. 1: planned anew for each layer call, from its exact loads.
+    More: from the loads of the last interval; rows and quotas still follow the exact loads."""
+
+    trace: str | None = _in_group(ADVANCED, None)
+    """Folder for the routed, retained and placed loads of each layer call, as Parquet files; needs pyarrow."""
+
+    trace_interval: int = _in_group(ADVANCED, 1)
+    """Iterations between those that are traced."""
+
     log_detail: bool = _in_group(ADVANCED, False)
     """Log the figures of every layer, not only those of all layers together."""
 
@@ -142,7 +178,16 @@ class LrmConfig:
         require(0 <= self.shrink <= 1, "shrink", "0 <= shrink <= 1")
         tau = self.adaptive_tau
         require(math.isfinite(tau) and tau > 0, "adaptive_tau", "a number > 0")
-        for name in ("start_iter", "ramp_iters", "min_rows", "probe_interval"):
+        policies = [name for name in TRAINED_POLICIES if name != self.replica_policy]
+        trained = self.replica_policy in TRAINED_POLICIES
+        require(trained, "replica_policy", f"{', '.join(policies)}: its masters do not stay, or slots are not honoured")
+        require(self.replica_slots >= 1, "replica_slots", "a whole number >= 1")
+        t = self.replica_tolerance
+        require(math.isfinite(t) and t >= 1, "replica_tolerance", "a number >= 1")
+        for name in ("replica_interval", "trace_interval"):
+            require(getattr(self, name) >= 1, name, "a whole number >= 1")
+        require(not (self.replicates and self.probe_interval), "probe_interval", "0 with replicas")
+        for name in ("start_iter", "ramp_iters", "min_rows", "probe_interval", "replica_min_rows"):
             require((getattr(self, name) or 0) >= 0, name, "a whole number >= 0")
         for f in fields(self):
             choices = getattr(f.type, "__args__", ()) if "Literal" in str(f.type) else ()
@@ -162,7 +207,7 @@ class LrmConfig:
 
     def _problems_of_adaptive(self) -> list[str]:
         against = {
-            "retention": (not self.enabled, "a value below 1, the lowest it may go to"),
+            "retention": (not self.drops, "a value below 1, the lowest it may go to"),
             "selection": (self.selection == "topk", "unbiased, since topk adds no sampling variance to go by"),
             "score": (self.score == "grad-abs", "another, since the variance needs the gradients' norms"),
             "ramp_iters": (self.ramp_iters > 0, "0, since retention comes down by itself"),
@@ -174,9 +219,19 @@ class LrmConfig:
         ]
 
     @property
-    def enabled(self) -> bool:
+    def drops(self) -> bool:
         """Whether any backward work is to be dropped at any time."""
         return self.retention is not None and self.retention < 1
+
+    @property
+    def replicates(self) -> bool:
+        """Whether experts may have replicas."""
+        return self.replica_policy != "none"
+
+    @property
+    def enabled(self) -> bool:
+        """Whether our classes are to take the place of Megatron's."""
+        return self.drops or self.replicates
 
     @property
     def first_iteration(self) -> int:

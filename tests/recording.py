@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests import training
+from tests import layers, training
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Call:
         kept: (token, expert, weight) of this source's kept pairs, or with ``by_owner`` (row among the expert's rows,
             local expert, weight).
         by_owner: the owner of the experts chose among rows whose tokens it does not know.
+        replicas: of the whole call, all ranks together.
     """
 
     layer: int
@@ -34,6 +35,7 @@ class Call:
     grads: tuple[torch.Tensor, torch.Tensor] | None = None
     kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     by_owner: bool = False
+    replicas: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,8 @@ def recording(calls: list[Call], iteration: int) -> Iterator[None]:
             dw, count = found[3:], len(found[3:]) // 2
             call.grads = _stacked(dw[:count], dw[count:])
             call.kept, call.by_owner = _kept(flow)
+            replication = getattr(flow, "replicas", None)
+            call.replicas = 0 if replication is None else len(replication._copies)
         return found
 
     LRMoELayer.preprocess, LRMoELayer.postprocess = entering, leaving
@@ -203,10 +207,10 @@ def _stacked(fc1: Any, fc2: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _kept(flow: Any) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], bool]:
     from megatron_lrmoe.compute.local_flow import LocalFlow
 
-    chosen_by_owner = flow.kept if isinstance(flow, LocalFlow) else flow.early and flow.early.kept
-    if chosen_by_owner is None:
+    if not isinstance(flow, LocalFlow):
         rows_M = flow.sent.rows_M
-        return (flow.token_P[rows_M], flow.expert_P[rows_M], flow.sent.weight_M.clone()), False
+        return (flow.token_P[rows_M], flow.expert_P[rows_M], layers.weights_of(flow, flow.sent).clone()), False
+    chosen_by_owner = flow.kept
     counts = torch.tensor(flow.counts_e)
     expert_M = torch.repeat_interleave(torch.arange(len(counts)), counts)[chosen_by_owner.rows_M]
     first_e = counts.cumsum(0) - counts

@@ -24,6 +24,8 @@ from megatron_lrmoe.compute.bias import BiasProbe
 from megatron_lrmoe.compute.compaction import add_rows, compact_positions, pack_rows, rows_where, weigh_rows
 from megatron_lrmoe.compute.exchange import Exchange, scattered, taken
 from megatron_lrmoe.compute.forward_choice import ForwardChoice
+from megatron_lrmoe.compute.replicas import Replication
+from megatron_lrmoe.compute.reroute import Columns
 from megatron_lrmoe.compute.router import dprobs_with_baseline
 from megatron_lrmoe.pairs import KeptRows
 from megatron_lrmoe.recalibration.plan import Chosen, KeepPlan, PairFacts
@@ -48,6 +50,8 @@ class PairFlow:
         self.experts_compact, self.chooses_early = False, False
         self.early: ForwardChoice | None = None
         self.alpha_P: torch.Tensor | None = None
+        self.replicas: Replication | None = None
+        self.has_backward = True
         self._reset()
 
     def _reset(self) -> None:
@@ -61,19 +65,24 @@ class PairFlow:
         self.dot_T: torch.Tensor | None = None
         self.rounding = 0.0
 
-    def settle(self, plan: KeepPlan, routing_map_TE: torch.Tensor) -> None:
+    def settle(self, plan: KeepPlan, routing_map: torch.Tensor, columns: Columns | None = None) -> None:
         """Fix loads, quotas and index maps, in forward, before the experts run.
 
         Args:
-            plan: loads and quotas of this call.
-            routing_map_TE: (T, E) bool, this rank's routing.
+            plan: loads and quotas of this call's experts, or of its instances.
+            routing_map: this rank's routing, (T, E) bool, or (T, C) with replicas.
+            columns: with replicas, the instances.
         """
         self.plan = plan
-        self.map_shape = routing_map_TE.shape
         self.counts_e, self.chooses_early = plan.counts_e, plan.config.when == "forward"
-        flat = torch.nonzero_static(routing_map_TE.t(), size=sum(plan.loads_SE[plan.rank]))
+        flat = torch.nonzero_static(routing_map.t(), size=sum(plan.loads_SE[plan.rank]))
         self.expert_P, self.token_P = flat[:, 0].contiguous(), flat[:, 1].contiguous()
-        self.exchange = Exchange(self.group, plan, routing_map_TE.device)
+        self.map_shape = routing_map.shape
+        if columns is not None:
+            expert_C = torch.tensor(columns.expert_C).to(routing_map.device, non_blocking=True)
+            self.expert_P = expert_C[self.expert_P]
+            self.map_shape = torch.Size((len(routing_map), plan.num_ranks * columns.masters))
+        self.exchange = Exchange(self.group, plan, routing_map.device)
 
     def attach_alpha(self, alpha_P: torch.Tensor) -> None:
         """Told by the source in forward: (P,) combine weights in wire order. 4 bytes a pair are kept."""
@@ -88,6 +97,8 @@ class PairFlow:
             The rows whose activations are to be saved, where they are chosen now; None for all.
         """
         self.experts_compact = True
+        if not self.has_backward:
+            return None
         if self.chooses_early:
             self.early = ForwardChoice(self.plan, self.exchange, act_norm_sq_N, alpha_N.detach())
             return self.early.kept
@@ -114,6 +125,8 @@ class PairFlow:
             out_TD: the summed rows themselves, where dropped pairs' dalpha comes from the baseline.
         """
         self._reset()
+        if self.replicas is not None:
+            self.replicas.restore()
         g_TD = g_TD.reshape(self.map_shape[0], g_TD.shape[-1])
         if out_TD is not None:
             self.dot_T = row_dot(g_TD, out_TD.reshape(g_TD.shape))

@@ -256,8 +256,10 @@ def _activate(settings: LrmConfig) -> None:
             places.append(f"{method.__module__}.{method.__qualname__}")
         # A warning, because Megatron sets its own logging level only later.
         logger.warning(
-            "dropping MoE backward work from iteration %d on: %s; replaced in Megatron %s: %s",
-            settings.first_iteration,
+            "%s: %s; replaced in Megatron %s: %s",
+            f"dropping MoE backward work from iteration {settings.first_iteration} on"
+            if settings.drops
+            else "replicas of experts, nothing is dropped",
             settings,
             versions.found(),
             ", ".join(places),

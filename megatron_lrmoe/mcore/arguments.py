@@ -3,7 +3,7 @@
 import math
 import typing
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
 from fractions import Fraction
 from typing import Any
@@ -56,9 +56,14 @@ def _argparse_type(f: Field) -> dict[str, Any]:
 def values_from_args(args: Namespace) -> dict[str, Any]:
     """Value of each setting of the plugin, unchecked; what follows from Megatron's flags is filled in."""
     values: dict[str, Any] = {f.name: getattr(args, dest_of(f.name), f.default) for f in fields(LrmConfig)}
-    if values["start_iter"] is None and values["retention"] not in (None, 1):
+    if values["start_iter"] is None and asks_for_plugin(values):
         values["start_iter"] = warm_up_iterations(args)
     return values
+
+
+def asks_for_plugin(values: Mapping[str, Any]) -> bool:
+    """Whether these settings, checked or not, put the plugin's classes in place."""
+    return values["retention"] not in (None, 1) or values["replica_policy"] != "none"
 
 
 def config_from_args(args: Namespace) -> LrmConfig:
@@ -74,7 +79,7 @@ def config_from_args(args: Namespace) -> LrmConfig:
         config = LrmConfig(**values)
     except ValueError as error:
         problems = str(error).splitlines()
-    if values["retention"] not in (None, 1):
+    if asks_for_plugin(values):
         problems += conflicts(args)
         problems += _layers_without_experts(values["layers"], args)
     if problems:

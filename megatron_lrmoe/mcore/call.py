@@ -12,12 +12,16 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron_lrmoe.compute.exchange import HostCopy
 from megatron_lrmoe.compute.flow import PairFlow
 from megatron_lrmoe.compute.local_flow import LocalFlow
+from megatron_lrmoe.compute.reroute import Columns, Rerouted, reroute
 from megatron_lrmoe.compute.wire_flow import WireFlow
 from megatron_lrmoe.config import LrmConfig
-from megatron_lrmoe.mcore import adaptive, metrics
+from megatron_lrmoe.mcore import adaptive, metrics, trace
+from megatron_lrmoe.mcore.replication import LayerReplicas, kept_of
 from megatron_lrmoe.pairs import DrawKey
 from megatron_lrmoe.recalibration.balance import RowBytes
+from megatron_lrmoe.recalibration.draw import offsets
 from megatron_lrmoe.recalibration.plan import KeepPlan
+from megatron_lrmoe.replicas.plan import Plan
 
 
 class _Call:
@@ -54,8 +58,14 @@ class _Call:
 
     def _plan(self, counts_S: Sequence[Sequence[Sequence[int]]]) -> KeepPlan:
         """Of ``_counts`` from every source."""
+        plan = self._keep_plan(counts_S)
+        metrics.record(plan)
+        trace.record(plan)
+        return plan
+
+    def _keep_plan(self, counts_S: Sequence[Sequence[Sequence[int]]]) -> KeepPlan:
         loads_SE, *valid = zip(*counts_S, strict=True)
-        plan = KeepPlan(
+        return KeepPlan(
             config=self.config,
             key=self.key,
             retention=self.retention,
@@ -64,8 +74,6 @@ class _Call:
             row_bytes=self.row_bytes,
             valid_SE=valid[0] if valid else None,
         )
-        metrics.record(plan)
-        return plan
 
 
 class LayerCall(_Call):
@@ -121,6 +129,75 @@ class GraphCall(LayerCall):
 
     def _loads_on_host(self) -> list[list[list[int]]]:
         return self._host_loads.read()
+
+
+class ReplicaCall(LayerCall):
+    """A LayerCall whose experts may have replicas: it waits for the loads before rows are permuted, and plans.
+
+    Recompute runs a forward without gradients first. Its rows go where those of the second will, so it is planned too;
+    but nothing is chosen, and only what it moves is counted.
+
+    Args:
+        replicas: plans of the layer.
+        common: as _Call's.
+    """
+
+    def __init__(self, replicas: LayerReplicas, *common: Any):
+        super().__init__(*common)
+        self._replicas = replicas
+        self.flow.has_backward = torch.is_grad_enabled()
+        self.columns: Columns | None = None
+        self._keep: KeepPlan | None = None
+
+    def prepare(self, routing_map_TE: torch.Tensor) -> Rerouted | None:
+        """Plan, and start to bring weights to replicas.
+
+        Returns:
+            Where this source's pairs go; None where there are no replicas.
+        """
+        loads = HostCopy(_gathered(self._counts(routing_map_TE), self.group)).read()
+        keep = self._keep_plan(loads)
+        plan, seconds = self._replicas.timed_plan(keep, rehearses=not self.flow.has_backward)
+        rerouted = None
+        if plan.replicas:
+            self.columns = self._replicas.columns(plan)
+            # The key's own word for a draw over all sources; any number would do that is the same in recompute.
+            shift = offsets(self.key, [0])[0]
+            rerouted = reroute(routing_map_TE, self.columns, keep.rank, shift)
+            self.flow.replicas = self._replicas.replication(plan, self.key.layer)
+            self.flow.replicas.push()
+            metrics.record_moved(self.key.layer, self.flow.replicas.moved)
+        self._keep = kept_of(keep, plan, self.columns)
+        if self.flow.has_backward:
+            self._record(keep, plan, seconds)
+        return rerouted
+
+    def _record(self, keep: KeepPlan, plan: Plan, seconds: float) -> None:
+        metrics.record(keep, self._keep)
+        trace.record(keep, plan)
+        spared = self._replicas.spared(keep, plan)
+        planned = metrics.Planned(
+            placed=int(plan.rows_R.max()),
+            replicas=plan.replicas,
+            forward_only=int(plan.forward_only_I.sum()),
+            plan_seconds=seconds,
+            compared=spared is not None,
+            spared=spared or 0,
+        )
+        metrics.record_replicas(self.key.layer, planned)
+
+    def gather_loads(self, routing_map_TE: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Known since ``prepare``."""
+
+    def copy_loads_to_host(self, record_stream: bool) -> None:
+        """Known since ``prepare``."""
+
+    def settle(self, routing_map_TE: torch.Tensor) -> None:
+        """Fix the quotas; with replicas, the map is that of instances."""
+        if self._keep is None:
+            raise RuntimeError("the dispatcher sorted rows before they were planned")
+        self.flow.report = partial(_report, self._keep)
+        self.flow.settle(self._keep, routing_map_TE, self.columns)
 
 
 class LocalCall(_Call):

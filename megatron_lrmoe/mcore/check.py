@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_lrmoe.config import LrmConfig, dest_of, flag_of
 from megatron_lrmoe.mcore import versions
-from megatron_lrmoe.mcore.arguments import config_from_args, refuse_yaml, values_from_args
+from megatron_lrmoe.mcore.arguments import asks_for_plugin, config_from_args, refuse_yaml, values_from_args
 from megatron_lrmoe.mcore.command_line import command_line, parser_error
 from megatron_lrmoe.mcore.support import refusals_table
 from megatron_lrmoe.mcore.supported import supported_table
@@ -55,7 +55,7 @@ def run(flags: Sequence[str]) -> int:
     checkout = versions.use_checkout()
     _print_block("versions", [f"{name:20}{text}" for name, text in _versions(checkout)])
     status = _report_flags(flags) if flags else 0
-    print(f"supported\n\n{supported_table()}\n\nrefused whenever --moe-lrm-retention is below 1\n\n{refusals_table()}")
+    print(f"supported\n\n{supported_table()}\n\nrefused with a retention below 1 or replicas\n\n{refusals_table()}")
     return status
 
 
@@ -66,8 +66,8 @@ def _report_flags(flags: Sequence[str]) -> int:
         rows = settings(parsed.args, flags)
         width = max(len(flag) for flag, _, _ in rows) + 2
         lines = [f"{flag:{width}}{value:16}{origin}" for flag, value, origin in rows]
-        if getattr(parsed.args, dest_of("retention"), None) in (None, 1):
-            lines.insert(0, f"{flag_of('retention')} is not below 1: Megatron's own classes run")
+        if not asks_for_plugin(values_from_args(parsed.args)):
+            lines.insert(0, f"{flag_of('retention')} is not below 1, no replicas: Megatron's own classes run")
         _print_block(f"settings, with Megatron's flags validated at WORLD_SIZE {parsed.args.world_size}", lines)
         refused += refusals(parsed.args, flags)
     _print_block("refused with these flags", refused or ["nothing"])

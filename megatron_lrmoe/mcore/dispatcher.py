@@ -5,10 +5,14 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megatron_lrmoe.compute.reroute import Columns
 from megatron_lrmoe.compute.stage import OutputStage, Stage
-from megatron_lrmoe.mcore.call import GraphCall, LayerCall
+from megatron_lrmoe.mcore.call import GraphCall, LayerCall, ReplicaCall
+
+_CHUNK_ORDERS = ("sort_input_by_local_experts", "restore_output_by_local_experts")
 
 
 class LRMAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
@@ -22,6 +26,7 @@ class LRMAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """
 
     call: LayerCall | None = None
+    _layouts: dict[int, dict[str, Any]] | None = None
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
         """Count loads as Megatron does; in a call also gather every source's loads of every expert."""
@@ -42,16 +47,23 @@ class LRMAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
 
     def dispatch_preprocess(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor):
-        """Permute the (T, D) tokens and (T, E) probabilities into wire order."""
+        """Permute the (T, D) tokens and (T, E) probabilities into wire order, of instances where there are replicas."""
         if self.call is None:
+            self._lay_out(None)
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
+        rerouted = self.call.prepare(routing_map) if isinstance(self.call, ReplicaCall) else None
+        self._lay_out(self.call.columns if isinstance(self.call, ReplicaCall) else None)
+        if rerouted is not None:
+            routing_map = rerouted.map_TC
         permute = super().dispatch_preprocess
         shape = hidden_states.shape
         with self._shared_experts_apart() as shared:
             if shared is not None:
                 shared.pre_forward_comm(hidden_states)
             x_PD, alpha_P = Stage.apply(
-                lambda x_TD, probs_TE: permute(x_TD.view(shape), routing_map, probs_TE),
+                lambda x_TD, probs_TE: permute(
+                    x_TD.view(shape), routing_map, probs_TE if rerouted is None else rerouted.probs(probs_TE)
+                ),
                 self.call.flow.permute_backward,
                 hidden_states.view(-1, shape[-1]),
                 probs,
@@ -127,6 +139,27 @@ class LRMAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         with self._shared_experts_apart() as shared:
             output = stage.apply(run, call.flow.unpermute_backward, permutated_local_input_tokens)
         return output if shared is None else output + shared.get_output()
+
+    def _lay_out(self, columns: Columns | None) -> None:
+        """Let Megatron's steps sort rows by instance, or again by expert.
+
+        What they need to know of experts they keep in these attributes (token_dispatcher.py:398-450).
+        """
+        if self._layouts is None:
+            names = ("num_local_experts", "num_experts", "local_expert_indices", *_CHUNK_ORDERS)
+            self._layouts = {0: {name: getattr(self, name) for name in names}}
+        width = 0 if columns is None else columns.per_rank
+        if width not in self._layouts:
+            first = dist.get_rank(self.ep_group) * width
+            chunks = torch.arange(width * self.ep_size * self.tp_size, device=self.permute_idx_device)
+            self._layouts[width] = {
+                "num_local_experts": width,
+                "num_experts": width * self.ep_size,
+                "local_expert_indices": list(range(first, first + width)),
+                _CHUNK_ORDERS[0]: chunks.reshape(-1, width).T.ravel(),
+                _CHUNK_ORDERS[1]: chunks.reshape(width, -1).T.ravel(),
+            }
+        vars(self).update(self._layouts[width])
 
     @contextmanager
     def _shared_experts_apart(self) -> Iterator[Any]:

@@ -31,7 +31,8 @@ class _LRMExperts(torch.nn.Module):
         if given := [name for name, value in kwargs.items() if value is not None]:
             raise RuntimeError(f"{type(self).__name__} does not know the expert arguments {given}")
         _check_counts(flow.counts_e, permuted_local_hidden_states, tokens_per_expert)
-        weights = ExpertWeights(*self._live_weights(), self.config.gradient_accumulation_fusion)
+        replicas = flow.replicas if isinstance(flow, PairFlow) else None
+        weights = ExpertWeights(*self._live_weights(), self.config.gradient_accumulation_fusion, replicas)
         backend = self._backend(permuted_local_hidden_states)
         activation = _activation_of(self.config)
         y_ND = expert_mlp(permuted_local_hidden_states, permuted_probs, weights, activation, flow, backend)
@@ -50,6 +51,11 @@ class _LRMExperts(torch.nn.Module):
         for layer in [*fc1, *fc2]:
             for number, hook in layer._forward_pre_hooks.items():
                 hook(layer, (), *([{}] if number in layer._forward_pre_hooks_with_kwargs else []))
+        return self.weights_as_they_are()
+
+    def weights_as_they_are(self) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+        """fc1 and fc2 weights, for those who know that they are current."""
+        fc1, fc2 = self._linear_layers()
         return [w for layer in fc1 for w in _weights_of(layer)], [w for layer in fc2 for w in _weights_of(layer)]
 
     def _backend(self, x_ND: torch.Tensor) -> Backend:

@@ -1,9 +1,10 @@
 """MoELayer whose backward keeps only the most valuable pairs."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from typing import cast
 
 import torch
@@ -17,11 +18,12 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 
 from megatron_lrmoe.config import LrmConfig
-from megatron_lrmoe.mcore import adaptive, clock, metrics
-from megatron_lrmoe.mcore.call import GraphCall, LayerCall, LocalCall, pairs_sent
+from megatron_lrmoe.mcore import adaptive, clock, metrics, trace
+from megatron_lrmoe.mcore.call import GraphCall, LayerCall, LocalCall, ReplicaCall, pairs_sent
 from megatron_lrmoe.mcore.cuda_graphs import may_capture_preprocess
 from megatron_lrmoe.mcore.dispatcher import LRMAlltoAllTokenDispatcher
 from megatron_lrmoe.mcore.experts import LRMSequentialMLP, LRMTEGroupedMLP
+from megatron_lrmoe.mcore.replication import LayerReplicas
 from megatron_lrmoe.pairs import DrawKey
 from megatron_lrmoe.recalibration.balance import RowBytes
 from megatron_lrmoe.recalibration.schedule import retention_at
@@ -58,8 +60,9 @@ class LRMoELayer(MoELayer):
         self.lrm_config = settings
         # Groups that average their gradients draw differently: their errors then average out too.
         self._data_parallel_index = torch.distributed.get_rank(groups.expt_dp)
-        self._iteration, self._microbatch = -1, 0
+        self._iteration, self._microbatch, self._rehearsal = -1, 0, 0
         adaptive.restart()
+        trace.open_for(settings, groups.ep, self._data_parallel_index)
         width = config.moe_latent_size or config.hidden_size
         self._row_bytes = RowBytes.of(
             width,
@@ -75,6 +78,9 @@ class LRMoELayer(MoELayer):
         self._local_call: LocalCall | None = None
         self._valid_T: torch.Tensor | None = None
         self._opens_late = may_capture_preprocess(config)
+        self._call_kind: Callable[..., LayerCall] = LayerCall
+        if settings.replicates:
+            self._call_kind = partial(ReplicaCall, self._layer_replicas())
         self._moves_every_row = not isinstance(self.token_dispatcher, LRMAlltoAllTokenDispatcher)
         if self._moves_every_row:
             # g and dX of every routed row are whole tensors in the experts' backward, and so is dalpha.
@@ -107,7 +113,7 @@ class LRMoELayer(MoELayer):
             prepared = super().preprocess(hidden_states, probs, routing_map)
             self._open_local_call(routing_map)
             return prepared
-        call = self._our_dispatcher.call = self._open_call(LayerCall)
+        call = self._our_dispatcher.call = self._open_call(self._call_kind)
         if call is not None:
             self._our_experts.flow = call.flow
         return super().preprocess(hidden_states, probs, routing_map)
@@ -125,6 +131,16 @@ class LRMoELayer(MoELayer):
         if call is not None:
             self._our_experts.flow = call.settled()
         return dispatched
+
+    def _layer_replicas(self) -> LayerReplicas:
+        experts = self._our_experts
+        return LayerReplicas(
+            self.lrm_config,
+            self.ep_group,
+            self.config.num_moe_experts or 0,
+            live_weights=experts.weights_as_they_are,
+            make_current=experts._live_weights,
+        )
 
     def _open_local_call(self, routing_map_TE: torch.Tensor | None) -> None:
         call = self._local_call = self._open_call(LocalCall)
@@ -156,26 +172,31 @@ class LRMoELayer(MoELayer):
         after = self.config.num_layers if self.is_mtp_layer else 0
         return after + (self.layer_number or 0)
 
-    def _open_call[C: (LayerCall, GraphCall, LocalCall)](self, kind: type[C]) -> C | None:
+    def _open_call[C](self, kind: Callable[..., C]) -> C | None:
         # Recompute runs a forward without gradients first and repeats it with them in backward. Only the second has
-        # a backward of its own, so only it opens a call, counts as a microbatch and records metrics.
-        if not (self.training and torch.is_grad_enabled()):
+        # a backward of its own, so only it counts as a microbatch and records metrics. With replicas the first opens a
+        # call too, since its rows are to go where those of the second will.
+        has_backward = torch.is_grad_enabled()
+        if not self.training or not (has_backward or self.lrm_config.replicates):
             return None
         iteration = clock.iteration()
         if iteration != self._iteration:
-            self._iteration, self._microbatch = iteration, 0
+            self._iteration, self._microbatch, self._rehearsal = iteration, 0, 0
         layer = self.number_in_model
         key = DrawKey(
             seed=clock.seed(),
             iteration=iteration,
-            microbatch=self._microbatch,
+            microbatch=self._microbatch if has_backward else self._rehearsal,
             layer=layer,
             data_parallel=self._data_parallel_index,
         )
-        self._microbatch += 1
+        if has_backward:
+            self._microbatch += 1
+        else:
+            self._rehearsal += 1
         covered = self.lrm_config.covers_layer(layer)
         retention = self._retention(layer, iteration) if covered or self.always_compact else Fraction(1)
-        if retention == 1 and not self.always_compact:
+        if retention == 1 and not self.always_compact and not self.lrm_config.replicates:
             return None
         return kind(self.lrm_config, key, retention, self.ep_group, self._row_bytes, self._valid_T)
 
@@ -183,7 +204,8 @@ class LRMoELayer(MoELayer):
         if not self.lrm_config.adaptive:
             return retention_at(self.lrm_config, iteration)
         retention = adaptive.retention_of(self.lrm_config, layer, iteration)
-        metrics.record_retention(layer, retention)
+        if torch.is_grad_enabled():
+            metrics.record_retention(layer, retention)
         return retention
 
 

@@ -20,6 +20,12 @@ From calls that probe (``--moe-lrm-probe-interval``), whatever the selection of 
   nothing in common, more if they point the same way.
 - topk_dropped_mass, unbiased_variance: what the first two would be with topk and with unbiased.
 
+With ``--moe-lrm-replica-policy``: imbalance is that of the routed rows at their masters, imbalance_placed what is left
+of it with replicas, imbalance_kept that of the kept rows where they are computed. replicas and forward_only of a layer
+call; pushed_mib and returned_mib, weights sent to replicas (in forward and again in backward) and gradients sent home
+by a rank in a call, on average; exposed_wait_ms and plan_ms of a rank in a call, on the host. From calls that are
+planned without dropping too (``replication.SAMPLED``), replicas_spared: how many fewer replicas there are than then.
+
 With ``--log-throughput``, flops_share (``mcore/throughput.py``).
 """
 
@@ -28,12 +34,13 @@ import logging
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_lrmoe.compute.bias import PROBE_SUMS
+from megatron_lrmoe.compute.replicas import Moved
 from megatron_lrmoe.config import flag_of
 from megatron_lrmoe.mcore import throughput
 from megatron_lrmoe.recalibration.plan import KeepPlan
@@ -49,25 +56,57 @@ MOMENTUM_STEPS = 19
 _HOST = ("calls", "rows", "kept", "peak_rows", "peak_kept", "limited", "over")
 _DEVICE = {"selection": SELECTION_SUMS, "probe": PROBE_SUMS}
 _LAST = ("retention", "asked", "topk_probes")
-_NAMES = (*_HOST, *(f"{kind}_{name}" for kind, names in _DEVICE.items() for name in names), *_LAST)
+_PLANNED = ("replica_calls", "placed", "replicas", "forward_only", "plan_seconds", "compared", "spared")
+_MOVED = ("pushed", "returned", "waited")
+_NAMES = (*_HOST, *_PLANNED, *_MOVED, *(f"{kind}_{name}" for kind, names in _DEVICE.items() for name in names), *_LAST)
 _sums: dict[int, list[float]] = {}
 _costs: dict[tuple[int, str], torch.Tensor] = {}
 _retentions: dict[int, list[float]] = {}
 _topk_probes: dict[int, int] = {}
+_planned: dict[int, list[float]] = {}
+_moved: dict[int, list[Moved]] = {}
 _has_advised = False
 
 
-def record(plan: KeepPlan) -> None:
+class Planned(NamedTuple):
+    """Figures of one call's plan; rows are those of the busiest rank."""
+
+    placed: int
+    replicas: int
+    forward_only: int
+    plan_seconds: float
+    compared: bool
+    spared: int
+
+
+def record(plan: KeepPlan, placed: KeepPlan | None = None) -> None:
     """Add one layer call. Every number is a host integer already, so this costs no synchronisation.
 
     Rows are per rank of the expert-parallel group: the mean over its ranks, the busiest rank's, and with a limit on
     kept rows what the rank furthest above its own keeps too many.
+
+    Args:
+        plan: loads by expert, at their owners.
+        placed: with replicas, the call's rows and quotas where they are computed.
     """
-    rows_R, kept_R, limit_R = plan.rows_R, plan.kept_R, plan.limit_R
+    rows_R, limit_R = plan.rows_R, plan.limit_R
+    kept_R = (placed or plan).kept_R
     over = 0 if limit_R is None else max(0, (kept_R - limit_R).max())
     new = [1, rows_R.mean(), kept_R.mean(), rows_R.max(), kept_R.max(), limit_R is not None, over]
     old = _sums.setdefault(plan.key.layer, [0.0] * len(_HOST))
     _sums[plan.key.layer] = [a + b for a, b in zip(old, new, strict=True)]
+
+
+def record_moved(layer: int, moved: Moved) -> None:
+    """Add what is moved for the replicas of one layer call, which counts on until the figures are collected."""
+    _moved.setdefault(layer, []).append(moved)
+
+
+def record_replicas(layer: int, planned: Planned) -> None:
+    """Add the plan of one layer call."""
+    new = [1.0, *(float(value) for value in planned)]
+    old = _planned.setdefault(layer, [0.0] * len(_PLANNED))
+    _planned[layer] = [a + b for a, b in zip(old, new, strict=True)]
 
 
 def record_retention(layer: int, retention: Fraction) -> None:
@@ -93,7 +132,7 @@ def record_cost(layer: int, topk: bool, kind: str, sums: torch.Tensor) -> None:
 
 def forget() -> None:
     """Drop everything recorded since the last ``collect``."""
-    for recorded in (_sums, _costs, _retentions, _topk_probes):
+    for recorded in (_sums, _costs, _retentions, _topk_probes, _planned, _moved):
         recorded.clear()
 
 
@@ -123,6 +162,13 @@ def reduced(num_layers: int, device: torch.device | str | int) -> list[dict[str,
     sums = torch.zeros(num_layers + 1, len(_NAMES), dtype=torch.float64)
     for layer, values in _sums.items():
         sums[layer, : len(_HOST)] = torch.tensor(values, dtype=torch.float64)
+    first = len(_HOST)
+    for layer, values in _planned.items():
+        sums[layer, first : first + len(values)] = torch.tensor(values, dtype=torch.float64)
+    first += len(_PLANNED)
+    for layer, calls in _moved.items():
+        for place, name in enumerate(_MOVED, first):
+            sums[layer, place] = sum(getattr(moved, name) for moved in calls)
     for layer, values in _retentions.items():
         sums[layer, -3:-1] = torch.tensor(values, dtype=torch.float64)
     for layer, times in _topk_probes.items():
@@ -161,6 +207,16 @@ def _figures(s: dict[str, float], suffix: str) -> dict[str, float]:
         quotient("imbalance", s["peak_rows"], s["rows"])
         quotient("imbalance_kept", s["peak_kept"], s["kept"])
         quotient("rows_over_limit", s["over"], s["limited"])
+    if s["replica_calls"]:
+        quotient("imbalance_placed", s["placed"], s["rows"])
+        quotient("replicas", s["replicas"], s["replica_calls"])
+        quotient("forward_only", s["forward_only"], s["replica_calls"])
+        quotient("plan_ms", 1e3 * s["plan_seconds"], s["replica_calls"])
+        quotient("exposed_wait_ms", 1e3 * s["waited"], s["replica_calls"])
+        quotient("replicas_spared", s["spared"], s["compared"])
+        # Of a rank on average; a call's ranks together have moved as many times that as there are.
+        quotient("pushed_mib", s["pushed"] / 2**20, s["replica_calls"])
+        quotient("returned_mib", s["returned"] / 2**20, s["replica_calls"])
     quotient("retention", s["retention"], s["asked"])
     quotient("dropped_mass", s["selection_dropped"], s["selection_mass"])
     quotient("variance_ratio", s["selection_variance"], s["selection_mass"])

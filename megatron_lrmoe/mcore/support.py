@@ -86,6 +86,22 @@ REFUSALS = (
     _with_other_dispatchers("--moe-lrm-scope", "source", "expert"),
     _with_other_dispatchers("--moe-lrm-router-grad", "baseline", "drop"),
     Refusal(
+        "--moe-lrm-replica-policy",
+        "moe_lrm_replica_policy",
+        lambda v: v not in (None, "none"),
+        "none with --moe-token-dispatcher-type allgather (Megatron's default) or flex",
+        "rows are sent to replicas by the all-to-all dispatcher",
+        _set_to("moe_token_dispatcher_type", "allgather", "flex"),
+    ),
+    Refusal(
+        "--moe-lrm-replica-policy",
+        "moe_lrm_replica_policy",
+        lambda v: v not in (None, "none"),
+        "none where --cuda-graph-modules has moe_preprocess, or moe_router with --cuda-graph-impl local",
+        "rows are sorted by replica, and replicas change from step to step",
+        may_capture_preprocess,
+    ),
+    Refusal(
         "--expert-tensor-parallel-size",
         "expert_tensor_parallel_size",
         _more_than_one,

@@ -18,6 +18,19 @@ class Supported:
 
 SUPPORTED = (
     Supported(
+        "replicas by lrm, ultraep and symi with the all-to-all dispatcher: plans of all kinds, 2 and 4 ranks, both "
+        "scopes and selections, selection in forward; pipelines, recompute and the distributed optimizer in the matrix",
+        (
+            "tests/dist/test_replicas.py",
+            "tests/dist/test_replica_faults.py",
+            "tests/integration/test_replica_training.py",
+            "tests/integration/test_matrix.py",
+            "tests/unit/test_training_plan.py",
+            "tests/unit/test_reroute.py",
+        ),
+    ),
+    Supported("traces of loads", ("tests/unit/test_trace_writer.py", "tests/dist/test_trace.py")),
+    Supported(
         "all-to-all dispatcher, EP1 and EP2, top-1 to top-8, empty experts, an empty rank, one token",
         ("tests/dist/test_layer_gradients.py",),
     ),

@@ -79,6 +79,7 @@ class KeepPlan:
         row_bytes: memory of a row; needed for a limit in bytes only.
         valid_SE: of ``loads_SE``, the pairs of tokens that are not padding; None where all are. Padding gets no
             gradient, so a backward has no use for it: quotas are shares of the valid pairs.
+        given_quota_E: quotas that were fixed together with replicas; then each instance counts as an expert.
     """
 
     config: LrmConfig
@@ -88,6 +89,7 @@ class KeepPlan:
     rank: int
     row_bytes: RowBytes | None = None
     valid_SE: Sequence[Sequence[int]] | None = None
+    given_quota_E: Sequence[int] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -152,6 +154,8 @@ class KeepPlan:
     @cached_property
     def policy_quota_E(self) -> list[int]:
         """``quota_E`` of a call that does not probe."""
+        if self.given_quota_E is not None:
+            return list(self.given_quota_E)
         policy, limit_R = self.config.quota, self.limit_R
         even_E = proportional_quota(self.valid_E, self.retention, self.config.min_rows)
         if policy == "proportional" and limit_R is None:

@@ -1,12 +1,17 @@
-"""Recorded loads: reading a trace of routed and retained pairs from a Parquet file.
+"""Recorded loads: reading a trace of routed and retained pairs from a Parquet file or a folder of them.
 
 A trace has the integer columns ``COLUMNS``, one row for each (iteration, microbatch, layer, source, expert) with any
 pairs; rows that are not there count as 0. Other columns are ignored. Who owns an expert is not in it.
+
+A file may name the version of this format in its metadata, under ``VERSION_KEY``; ``TraceWriter`` does. Where rows of
+an expert were computed is in other files, which are not read here.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +19,12 @@ from numpy.typing import NDArray
 from megatron_lrmoe.replicas.plan import IntArray
 
 COLUMNS = ("iteration", "microbatch", "layer", "source", "expert", "routed", "retained")
+KEY = COLUMNS[:5]
+LOADS = "loads-"
+"""What the names of a folder's files with loads begin with; they end in ``.parquet``."""
+
+VERSION_KEY, VERSION = "megatron_lrmoe_trace_version", "1"
 _STAGE = COLUMNS[:3]
-_KEY = COLUMNS[:5]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,13 +56,14 @@ def read_trace(
     """Recorded loads by iteration, microbatch and layer, in rising order; all of them have the same shape.
 
     Args:
-        path: a Parquet file.
+        path: a Parquet file, or a folder, of which all files ``loads-*.parquet`` are read.
         sources: S; the largest source found + 1 if None.
         experts: E; the largest expert found + 1 if None.
 
     Raises:
-        ValueError: no Parquet file, or all that is wrong in it: a column that is missing or has other than whole
-            numbers, a number out of range, two rows of the same key, retained > routed.
+        ValueError: no Parquet file, or all that is wrong in it: another version of the format, a column that is
+            missing or has other than whole numbers, a number out of range, two rows of the same key, also in two
+            files, retained > routed.
         ImportError: pyarrow is not installed.
         OSError: no such file, or it cannot be read.
     """
@@ -61,14 +71,27 @@ def read_trace(
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise ValueError(f"{name}s: found {size}, allowed is 1 or more, or None")
-    columns, problems = _read_columns(path)
-    problems += _wrong_rows(columns, sizes)
+    columns, problems = _read_folder(Path(path), sizes) if Path(path).is_dir() else _read_file(Path(path), sizes)
     if problems:
         raise ValueError(f"{path}: not a trace of loads:" + "".join(f"\n  {problem}" for problem in problems))
     if not len(columns["routed"]):
         return ()
     shape = (sources or int(columns["source"].max()) + 1, experts or int(columns["expert"].max()) + 1)
     return tuple(_records(columns, shape))
+
+
+def import_pyarrow(purpose: str) -> tuple[ModuleType, ModuleType]:
+    """The modules pyarrow and pyarrow.parquet.
+
+    Raises:
+        ImportError: pyarrow is not installed; says how to, and what for.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError(f"{purpose} needs pyarrow: pip install 'megatron-lrmoe[report]'") from error
+    return pyarrow, parquet
 
 
 def _records(columns: dict[str, IntArray], shape: tuple[int, int]) -> Iterator[RecordedLoads]:
@@ -82,15 +105,37 @@ def _records(columns: dict[str, IntArray], shape: tuple[int, int]) -> Iterator[R
         yield RecordedLoads(iteration, microbatch, layer, routed_SE, retained_SE)
 
 
-def _read_columns(path: str | PathLike[str]) -> tuple[dict[str, IntArray], list[str]]:
+def _read_folder(folder: Path, sizes: dict[str, int | None]) -> tuple[dict[str, IntArray], list[str]]:
+    """Columns of all files, one file after the other, and all that is wrong."""
+    files = sorted(folder.glob(f"{LOADS}*.parquet"))
+    if not files:
+        return {}, [f"found no file {LOADS}*.parquet, allowed is a folder with one or more"]
+    tables, problems = [], []
+    for file in files:
+        table, wrong = _read_file(file, sizes)
+        tables.append(table)
+        problems += [f"{file.name}: {problem}" for problem in wrong]
+    if problems:
+        return {}, problems
+    columns = {name: np.concatenate([table[name] for table in tables]) for name in COLUMNS}
+    return columns, list(_keys_in_two_files(columns, files, [len(table["routed"]) for table in tables]))
+
+
+def _read_file(path: Path, sizes: dict[str, int | None]) -> tuple[dict[str, IntArray], list[str]]:
+    """Columns that are as they should be, and all that is wrong."""
+    columns, problems = _read_columns(path)
+    return columns, [*problems, *_wrong_rows(columns, sizes)]
+
+
+def _read_columns(path: Path) -> tuple[dict[str, IntArray], list[str]]:
     """Columns that are there and hold whole numbers, and a description of each that does not."""
-    try:
-        import pyarrow as pa
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ImportError("reading a trace needs pyarrow: pip install 'megatron-lrmoe[report]'") from error
+    pa, parquet = import_pyarrow("reading a trace")
     try:
         with parquet.ParquetFile(path) as file:
+            metadata = file.metadata.metadata or {}
+            version = metadata.get(VERSION_KEY.encode(), VERSION.encode()).decode(errors="replace")
+            if version != VERSION:
+                return {}, [f"{VERSION_KEY}: found {version!r}, allowed is {VERSION!r}, or none"]
             table = file.read([name for name in COLUMNS if name in file.schema_arrow.names])
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path}: not a Parquet file: {error}") from error
@@ -124,10 +169,22 @@ def _wrong_rows(columns: dict[str, IntArray], sizes: dict[str, int | None]) -> I
     if columns.keys() >= {"routed", "retained"}:
         above = np.flatnonzero(columns["retained"] > columns["routed"])
         yield from describe(above, ("retained", "routed"), "retained <= routed")
-    if columns.keys() >= set(_KEY):
-        order = np.lexsort([columns[name] for name in reversed(_KEY)])
-        again = _same_as_before([columns[name][order] for name in _KEY])
-        yield from describe(np.sort(order[again]), _KEY, "each only once")
+    if columns.keys() >= set(KEY):
+        order = np.lexsort([columns[name] for name in reversed(KEY)])
+        again = _same_as_before([columns[name][order] for name in KEY])
+        yield from describe(np.sort(order[again]), KEY, "each only once")
+
+
+def _keys_in_two_files(columns: dict[str, IntArray], files: list[Path], lengths: list[int]) -> Iterator[str]:
+    """A description of a key that two files have; ``columns`` are those of the files, one after the other."""
+    order = np.lexsort([columns[name] for name in reversed(KEY)])
+    again = np.flatnonzero(_same_as_before([columns[name][order] for name in KEY]))
+    if len(again):
+        first, second = order[again[0] - 1 : again[0] + 1]
+        names = [files[n].name for n in np.searchsorted(np.cumsum(lengths), (first, second), side="right")]
+        found = ", ".join(str(columns[name][first]) for name in KEY)
+        more = f"; {len(again)} such rows" if len(again) > 1 else ""
+        yield f"{', '.join(KEY)}: found {found} in {names[0]} and {names[1]}, allowed is each only once{more}"
 
 
 def _same_as_before(sorted_columns: list[IntArray]) -> NDArray[np.bool_]:

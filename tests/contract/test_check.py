@@ -75,7 +75,7 @@ def test_the_megatron_that_is_found_is_named(answers) -> None:
 def test_without_retention_nothing_is_refused_and_it_says_so(answers) -> None:
     status, out = answers["off"]
     assert (status, block(out, "refused with")) == (0, ["nothing"])
-    assert block(out, "settings")[0] == "--moe-lrm-retention is not below 1: Megatron's own classes run"
+    assert block(out, "settings")[0] == "--moe-lrm-retention is not below 1, no replicas: Megatron's own classes run"
 
 
 def test_everything_refused_is_listed_at_once_with_status_1(answers) -> None:

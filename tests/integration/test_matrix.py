@@ -96,6 +96,20 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "depth": {"plain": {}, "multi-token prediction": {"mtp_num_layers": 1}},
     "router gradient": {"drop": {}, "baseline": {"moe_lrm_router_grad": "baseline"}},
     "gemm": {"loop": {}, "grouped": {"moe_lrm_gemm": "grouped"}},
+    "replicas": {
+        "none": {},
+        "lrm": {"moe_lrm_replica_policy": "lrm", "moe_lrm_replica_min_rows": 0},
+        "lrm, backward": {
+            "moe_lrm_replica_policy": "lrm",
+            "moe_lrm_replica_limits": "backward",
+            "moe_lrm_replica_min_rows": 0,
+            "moe_lrm_replica_interval": 2,
+            # A little more than the mean of the kept rows.
+            "moe_lrm_rank_rows": 23,
+        },
+        "ultraep": {"moe_lrm_replica_policy": "ultraep", "moe_lrm_replica_min_rows": 1},
+        "symi": {"moe_lrm_replica_policy": "symi", "moe_lrm_replica_slots": 1},
+    },
 }
 
 
@@ -114,6 +128,7 @@ def goes_together(values: Sequence[str]) -> bool:
         # It refuses capacity with these routers (transformer_config.py).
         has("capacity") == "1.0" and has("router") in ("sigmoid, expert bias", "global_aux", "groups, pre-softmax"),
         has("depth") == "multi-token prediction" and pipeline,
+        has("dispatcher") == "allgather" and has("replicas", "none") != "none",
     )
     return not any(refused)
 
@@ -179,6 +194,8 @@ def check(combination: dict[str, str], runs: list[RecordedRun]) -> None:
     by_group = groupby(sorted(runs, key=lambda run: (run.group, run.rank_in_group)), key=lambda run: run.group)
     groups = [list(members) for _, members in by_group]
     assert sum(len(run.calls) for run in runs) > 0
+    if combination["replicas"] in ("lrm", "symi"):
+        assert any(call.replicas for run in runs for call in run.calls)
     for members in groups:
         assert len({len(run.calls) for run in members}) == 1
         for calls in zip(*(run.calls for run in members), strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lrmoe.config import ADVANCED, USUAL, LrmConfig, dest_of, field_help, flag_of
+from megatron_lrmoe.config import ADVANCED, REPLICAS, USUAL, LrmConfig, dest_of, field_help, flag_of
 from megatron_lrmoe.mcore.arguments import add_flags, config_from_args, warm_up_iterations
 from megatron_lrmoe.mcore.support import REFUSALS
 
@@ -59,16 +59,16 @@ def problems(args: Namespace) -> list[str]:
     return lines
 
 
-def test_help_has_two_groups_with_every_docstring() -> None:
+def test_help_has_three_groups_with_every_docstring() -> None:
     parser = add_flags(ArgumentParser(prog="pretrain", formatter_class=wide))
     text = parser.format_help()
-    usual, advanced = text.index(f"{USUAL}:\n"), text.index(f"{ADVANCED}:\n")
+    starts = {title: text.index(f"{title}:\n") for title in (USUAL, REPLICAS, ADVANCED)}
     for f in fields(LrmConfig):
         documented = text.index(field_help()[f.name])
-        first = usual < documented < advanced
-        assert first if f.metadata["group"] == USUAL else documented > advanced
-        assert text.rindex(f"  {flag_of(f.name)}", 0, documented) > usual
-    assert len([g for g in parser._action_groups if g.title in (USUAL, ADVANCED)]) == 2
+        nearest = max((start, title) for title, start in starts.items() if start < documented)[1]
+        assert nearest == f.metadata["group"]
+        assert text.rindex(f"  {flag_of(f.name)}", 0, documented) > starts[nearest]
+    assert len([g for g in parser._action_groups if g.title in (USUAL, REPLICAS, ADVANCED)]) == 3
 
 
 def test_help_survives_a_bare_percent_sign_of_megatrons() -> None:
@@ -187,9 +187,11 @@ COUNTS_WITH = {
 """What else has to be set for a setting to have an effect."""
 
 
-@pytest.mark.parametrize(
-    "refusal", {refusal.flag: refusal for refusal in REFUSALS[::-1]}.values(), ids=lambda refusal: refusal.flag
-)
+ONCE = {refusal.flag: refusal for refusal in REFUSALS[::-1]}
+del ONCE["--moe-lrm-replica-policy"]
+
+
+@pytest.mark.parametrize("refusal", ONCE.values(), ids=lambda refusal: refusal.flag)
 def test_each_refused_setting_is_named_with_what_was_found_and_what_is_allowed(refusal: Any) -> None:
     value = REFUSED.get(refusal.flag, True)
     given = {refusal.dest: value}
@@ -200,6 +202,30 @@ def test_each_refused_setting_is_named_with_what_was_found_and_what_is_allowed(r
     assert line.startswith(f"{refusal.flag}: found ") and repr(value) in line
     assert f", allowed is {refusal.allowed}: {refusal.why}" in line
     assert not config_from_args(run_args("--moe-lrm-retention", "1.0", **given)).enabled
+
+
+@pytest.mark.parametrize("policy", ["lrm", "ultraep", "symi"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"moe_token_dispatcher_type": "allgather"}, "none with --moe-token-dispatcher-type allgather"),
+        ({"moe_token_dispatcher_type": "flex"}, "none with --moe-token-dispatcher-type allgather"),
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": ["moe_router"]}, "none where --cuda-graph-modules has"),
+        ({"fp8": "hybrid"}, "without it"),
+    ],
+)
+@pytest.mark.parametrize("words", ["", "--moe-lrm-retention 0.8"])
+def test_replicas_need_the_all_to_all_dispatcher(policy: str, given: dict[str, Any], said: str, words: str) -> None:
+    policy_words = ["--moe-lrm-replica-policy", policy]
+    assert config_from_args(run_args(*words.split(), *policy_words)).enabled
+    (line,) = problems(run_args(*words.split(), *policy_words, **given))
+    assert f"allowed is {said}" in line
+
+
+@pytest.mark.parametrize("policy", ["moonep", "eplb"])
+def test_policies_that_cannot_be_trained_with_are_named(policy: str) -> None:
+    (line,) = problems(run_args("--moe-lrm-retention", "0.8", "--moe-lrm-replica-policy", policy))
+    assert line.startswith(f"--moe-lrm-replica-policy: found {policy!r}, allowed is none, lrm, ultraep, symi")
 
 
 def test_offloading_what_is_not_an_expert_is_fine() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lrmoe.config import ADVANCED, USUAL, LrmConfig, dest_of, field_help, flag_of, parse_layers
+from megatron_lrmoe.config import ADVANCED, REPLICAS, USUAL, LrmConfig, dest_of, field_help, flag_of, parse_layers
 
 
 def test_defaults_are_off_and_valid() -> None:
@@ -161,7 +161,7 @@ def test_every_field_has_a_help_text_and_a_group() -> None:
     assert set(texts) == {field.name for field in fields(LrmConfig)}
     for field in fields(LrmConfig):
         assert len(texts[field.name]) > 20 and "\n" not in texts[field.name]
-        assert field.metadata["group"] in (USUAL, ADVANCED)
+        assert field.metadata["group"] in (USUAL, REPLICAS, ADVANCED)
     assert texts["max_weight"].startswith("Largest 1/probability that 'unbiased' may give a pair")
 
 

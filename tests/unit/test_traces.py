@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from megatron_lrmoe.replicas.plan import IntArray
-from megatron_lrmoe.replicas.traces import COLUMNS, read_trace
+from megatron_lrmoe.replicas.traces import COLUMNS, VERSION_KEY, read_trace
 from tests.loads import small_loads
 
 Row = tuple[int, ...]
@@ -136,6 +136,69 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
         "source: found 9 in row 0",
         "retained, routed: found 6, 5 in row 0",
     ]
+
+
+def with_version(path: Path, version: str) -> Path:
+    """The file, with a version of the format in its metadata."""
+    table = parquet.read_table(path)
+    parquet.write_table(table.replace_schema_metadata({VERSION_KEY: version}), path)
+    return path
+
+
+def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "loads-0.parquet", [GOOD])
+    assert len(read_trace(with_version(path, "1"))) == 1
+    with_version(path, "2")
+    parquet.write_table(parquet.read_table(path).drop_columns(["expert"]), path)
+    message = "megatron_lrmoe_trace_version: found '2', allowed is '1', or none"
+    with pytest.raises(ValueError) as caught:
+        read_trace(path)
+    assert str(caught.value).splitlines() == [f"{path}: not a trace of loads:", f"  {message}"]
+    with pytest.raises(ValueError, match=re.escape(f"loads-0.parquet: {message}")):
+        read_trace(tmp_path)
+
+
+def test_a_folder_is_read_as_one_trace(tmp_path: Path) -> None:
+    write(tmp_path / "loads-1.parquet", [(1, 0, 0, 0, 0, 4, 4), (0, 0, 0, 1, 0, 2, 1)], routed=pa.int16())
+    write(tmp_path / "loads-0.parquet", [(0, 0, 0, 0, 1, 3, 0)])
+    write(tmp_path / "loads-2.parquet", [])
+    for name in ("placed-0.parquet", "other.parquet", "loads-3.parquet.tmp", ".loads-4.parquet"):
+        (tmp_path / name).write_bytes(b"PAR1")
+    records = read_trace(tmp_path)
+    assert [(r.iteration, r.routed_SE.tolist()) for r in records] == [(0, [[0, 3], [2, 0]]), (1, [[4, 0], [0, 0]])]
+    assert [r.retained_SE.tolist() for r in records] == [[[0, 0], [1, 0]], [[4, 0], [0, 0]]]
+    assert read_trace(str(tmp_path), sources=3)[0].routed_SE.shape == (3, 2)
+
+
+def test_a_key_in_two_files_is_refused_with_both_names(tmp_path: Path) -> None:
+    write(tmp_path / "loads-0.parquet", [])
+    write(tmp_path / "loads-1.parquet", [(0, 0, 1, 0, 0, 1, 1), GOOD])
+    write(tmp_path / "loads-2.parquet", [(7, 0, 0, 0, 0, 1, 1)])
+    write(tmp_path / "loads-3.parquet", [(0, 0, 1, 0, 0, 1, 1), GOOD])
+    with pytest.raises(ValueError) as caught:
+        read_trace(tmp_path)
+    assert str(caught.value).splitlines() == [
+        f"{tmp_path}: not a trace of loads:",
+        "  iteration, microbatch, layer, source, expert: found 0, 0, 0, 0, 0 in loads-1.parquet and loads-3.parquet, "
+        "allowed is each only once; 2 such rows",
+    ]
+
+
+def test_problems_of_a_folder_name_their_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"found no file loads-\*\.parquet, allowed is a folder with one or more"):
+        read_trace(tmp_path)
+    write(tmp_path / "loads-0.parquet", [GOOD, (0, 0, 0, 0, 1, 5, 6)])
+    write(tmp_path / "loads-1.parquet", [(0, 0, -1, 0, 0, 5, 3)])
+    with pytest.raises(ValueError) as caught:
+        read_trace(tmp_path)
+    assert [line.strip().partition(", allowed")[0] for line in str(caught.value).splitlines()] == [
+        f"{tmp_path}: not a trace of loads:",
+        "loads-0.parquet: retained, routed: found 6, 5 in row 1",
+        "loads-1.parquet: layer: found -1 in row 0",
+    ]
+    (tmp_path / "loads-2.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"loads-2\.parquet: not a Parquet file"):
+        read_trace(tmp_path)
 
 
 @pytest.mark.parametrize("sizes", [{"sources": 0}, {"experts": -1}])
