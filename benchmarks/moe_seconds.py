@@ -27,10 +27,15 @@ class TimedRun:
     console: list[str]
 
 
-def timed_run(flags: list[str]) -> TimedRun:
-    """Train with Megatron's flags in this worker, and in all others of its pool."""
+def timed_run(flags: list[str], skew: float) -> TimedRun:
+    """Train with Megatron's flags in this worker, and in all others of its pool.
+
+    Args:
+        flags: with ``--moe-router-enable-expert-bias`` and an update rate of 0.
+        skew: bias of the first rank's experts in every router's choice; their weights in the sum do not have it.
+    """
     spent: list[tuple[int, int, float]] = []
-    with _timing(spent):
+    with _timing(spent), _skewed(skew):
         run = training.run(flags)
     iterations = len(run.losses)
     per_call = torch.tensor([seconds for _, _, seconds in spent], dtype=torch.float64)
@@ -39,6 +44,24 @@ def timed_run(flags: list[str]) -> TimedRun:
     for (iteration, phase, _), seconds in zip(spent, per_call, strict=True):
         total[iteration, phase] += seconds
     return TimedRun([float(loss) for loss in run.losses], [tuple(row) for row in total.tolist()], run.console)
+
+
+@contextmanager
+def _skewed(skew: float) -> Iterator[None]:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    original = TopKRouter.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        bias_E: Any = self.expert_bias
+        bias_E[: len(bias_E) // torch.distributed.get_world_size()] = skew
+
+    TopKRouter.__init__ = init
+    try:
+        yield
+    finally:
+        TopKRouter.__init__ = original
 
 
 @contextmanager

@@ -121,6 +121,12 @@ class Replication:
                 messages += [Message(copy.owner, weight, sends=False) for weight in pair]
         self._wait = self._transfer.start(messages, f"{self._what}: replica weights")
 
+    def note(self, error: BaseException) -> None:
+        """Tell an error of another transfer that weights were on their way too, and with which ranks of the group."""
+        if self._wait is not None:
+            ranks = {rank for copy in self._copies for rank in (copy.owner, copy.holder)} - {self._rank}
+            error.add_note(f"{self._what}: replica weights were on their way among ranks {sorted(ranks)} of the group")
+
     def weights(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """fc1 and fc2 of every slot; waits for those on their way."""
         if self._wait is not None:

@@ -66,9 +66,6 @@ def reroute(map_TE: torch.Tensor, columns: Columns, source: int, shift: int) -> 
         columns: of the call; its row for this source sums to the map's for every expert.
         source: this rank's number.
         shift: any whole number, so that the same places do not always go to the same instance.
-
-    Raises:
-        RuntimeError: the plan was made for other loads.
     """
     num_experts = map_TE.shape[1]
     line_E: list[list[tuple[int, int]]] = [[] for _ in range(num_experts)]

@@ -138,6 +138,7 @@ class LRMAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         stage = OutputStage if call.config.router_grad == "baseline" else Stage
         with self._shared_experts_apart() as shared:
             output = stage.apply(run, call.flow.unpermute_backward, permutated_local_input_tokens)
+        self._lay_out(None)
         return output if shared is None else output + shared.get_output()
 
     def _lay_out(self, columns: Columns | None) -> None:

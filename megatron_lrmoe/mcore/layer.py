@@ -94,7 +94,14 @@ class LRMoELayer(MoELayer):
 
         Row counts change from call to call, and no compiler can see into our Functions.
         """
-        return super().forward(hidden_states, intermediate_tensors, padding_mask)
+        try:
+            return super().forward(hidden_states, intermediate_tensors, padding_mask)
+        except RuntimeError as error:
+            # A lost peer is first missed by Megatron's own exchanges, which say nothing of the layer.
+            call = None if self._moves_every_row else self._our_dispatcher.call
+            if call is not None and call.flow.replicas is not None:
+                call.flow.replicas.note(error)
+            raise
 
     def route(self, hidden_states, padding_mask=None):
         """Megatron's own; which tokens are padding is kept for this call's quotas.

@@ -231,6 +231,8 @@ class LayerReplicas:
 
 def _uncapped_quota(keep: KeepPlan) -> IntArray:
     """(E,) quotas as if no flag limited a rank's rows."""
+    if not keep.config.limits_rows:
+        return np.array(keep.policy_quota_E, np.int64)
     free = replace(keep, config=replace(keep.config, rank_rows=None, budget_gib=None))
     return np.array(free.policy_quota_E, np.int64)
 

@@ -15,7 +15,6 @@ from megatron_lrmoe.replicas.plan import Limits, Plan
 from tests import layers
 from tests.dist.test_router_grad import reference_of, same
 from tests.dist.test_unbiased import DRAWS, draw, problems
-from tests.dist.test_user_demand import even, routing
 from tests.gloo import Pool
 from tests.layers import HIDDEN, Case
 
@@ -243,16 +242,16 @@ def test_policies_give_the_references_gradients(gloo4: Pool, policy: str, dtype:
         assert (plan.kept_I[plan.rows_I > 0] > 0).all()
 
 
-SMALL = routing([[0]] * 4 + [[1]] * 2 + [[2]] * 4 + [[3]], 4)
-"""Two ranks with this have 12 and 10 rows: one row of 11 per rank goes to a replica, whose share of a quota is 0."""
 UNBIASED = {
     "hot rank": Case(num_tokens=12, num_experts=4, workload="hot_rank", lrm=POLICY),
+    # One row goes to a replica, whose share of the quota of 2 is 0.
     "replica of one row": Case(
         num_tokens=11,
         num_experts=4,
         top_k=1,
-        lrm={**POLICY, "replica_tolerance": 1.0, "scope": "source"},
-        given=[{"map_TE": SMALL, "probs_TE": even(SMALL)}],
+        workload="balanced",
+        seed=6,
+        lrm={**POLICY, "replica_tolerance": 1.0, "retention": 0.4, "scope": "source"},
     ),
 }
 

@@ -100,16 +100,18 @@ def test_over_all_shifts_every_pair_meets_every_instance_as_often_as_it_has_rows
     map_TE = torch.zeros(total, ranks, dtype=torch.bool)
     map_TE[:, 0] = True
     maps = [reroute(map_TE, columns, 0, shift).map_TC for shift in range(total)]
+    assert all(map_TC.sum(0).tolist() == columns.rows_SC[0] for map_TC in maps)
     assert torch.equal(torch.stack(maps).sum(0), torch.tensor(columns.rows_SC[0]).expand(total, -1))
     assert torch.equal(reroute(map_TE, columns, 0, total + 1).map_TC, maps[1 % total])
 
 
-@pytest.mark.parametrize("rows", [(50, 50), (90, 10)])
+@pytest.mark.parametrize("rows", [(50, 50), (91, 9)])
 def test_neighbours_are_spread_over_the_instances(rows: tuple[int, int]) -> None:
     """In every run of 20 of 100 tokens each instance has its share of pairs, give or take two."""
     columns = Columns([0, 0, 1, 0], [[rows[0], 0, 0, rows[1]]] * 2, [0] * 4, 1)
     map_TE = torch.tensor([[True, False]]).expand(100, 2)
     for shift in range(5):
         here_T = reroute(map_TE, columns, 0, shift).map_TC[:, 3]
+        assert here_T.sum() == rows[1]
         runs = here_T.unfold(0, 20, 1).sum(1)
         assert (runs - rows[1] / 5).abs().max() <= 2

@@ -222,7 +222,7 @@ def test_a_failure_surfaces_in_the_next_record_and_in_close(tmp_path: Path, monk
     assert failed.wait(LONG)
     with pytest.raises(RuntimeError, match="the disk is gone"):
         # The thread may still be on its way from the failure to where record() sees it.
-        for iteration in range(2, 10**6):
+        for iteration in range(2, 20_000):
             writer.record(iteration, 0, 0, [[1]], [[1]])
     with pytest.raises(RuntimeError, match="the disk is gone"):
         writer.close()
@@ -245,7 +245,7 @@ def test_a_failure_frees_whoever_waits_for_the_queue(
 
     def record() -> None:
         with suppress(OSError):
-            for layer in range(10**6):
+            for layer in range(20_000):
                 writer.record(0, 0, layer, [[1]], [[1]])
                 if layer == 1:
                     full.set()

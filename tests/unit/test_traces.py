@@ -172,7 +172,7 @@ def test_a_folder_is_read_as_one_trace(tmp_path: Path) -> None:
 
 def test_a_key_in_two_files_is_refused_with_both_names(tmp_path: Path) -> None:
     write(tmp_path / "loads-0.parquet", [])
-    write(tmp_path / "loads-1.parquet", [(0, 0, 1, 0, 0, 1, 1), GOOD])
+    write(tmp_path / "loads-1.parquet", [GOOD, (0, 0, 1, 0, 0, 1, 1)])
     write(tmp_path / "loads-2.parquet", [(7, 0, 0, 0, 0, 1, 1)])
     write(tmp_path / "loads-3.parquet", [(0, 0, 1, 0, 0, 1, 1), GOOD])
     with pytest.raises(ValueError) as caught:
