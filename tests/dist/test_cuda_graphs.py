@@ -20,7 +20,7 @@ from tests.dist.test_router_grad import reference_of, same, stacked
 from tests.gloo import Pool
 from tests.layers import Case
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 TE, LOCAL = "transformer_engine", "local"
 ROUTER, BOTH = ("moe_router",), ("moe_router", "moe_preprocess")

@@ -13,7 +13,7 @@ from tests.dist.test_other_dispatchers import ALLGATHER, DEEPEP, HYBRIDEP, forwa
 from tests.gloo import Pool
 from tests.layers import Case
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 HOW = ("eval", "no_grad", "inference_mode", "engine")
 

@@ -17,7 +17,7 @@ from tests.dist.test_router_grad import reference_of, same
 from tests.gloo import Pool
 from tests.layers import Case
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}

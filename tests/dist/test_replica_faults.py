@@ -18,7 +18,7 @@ from tests.dist.test_replicas import POLICY, forcing
 from tests.gloo import Pool
 from tests.layers import Case
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 TIMEOUT_S = 2.0
 

@@ -18,7 +18,7 @@ from tests.dist.test_unbiased import DRAWS, draw, problems
 from tests.gloo import Pool
 from tests.layers import HIDDEN, Case
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 POLICY = {"replica_policy": "lrm", "replica_min_rows": 0}
 

@@ -21,7 +21,7 @@ from tests.dist.test_user_demand_parallel import a09_case, averaged
 from tests.gloo import Pool
 from tests.layers import Case
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 A08 = Case(num_experts=4, workload="balanced", dtype=torch.float32, lrm={**POLICY, "retention": 1.0})
 SEED = 0
