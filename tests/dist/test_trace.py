@@ -35,7 +35,9 @@ def traced(case: Case) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("scope", ["expert", "source"])
 @pytest.mark.parametrize(
-    "lrm", [{}, {"trace_interval": 3}, {"replica_policy": "lrm", "replica_min_rows": 0}], ids=["", "interval", "replicas"]
+    "lrm",
+    [{}, {"trace_interval": 3}, {"replica_policy": "lrm", "replica_min_rows": 0}],
+    ids=["", "interval", "replicas"],
 )
 def test_the_folder_holds_the_loads_of_every_traced_call(gloo2: Pool, tmp_path: Path, scope: str, lrm: dict) -> None:
     case = Case(lrm={"trace": str(tmp_path), "scope": scope, **lrm})

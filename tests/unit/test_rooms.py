@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compute": {"config", "pairs", "recalibration"},
     "replicas": {"config", "pairs", "recalibration", "compute"},
     "report": {"config", "pairs", "recalibration", "compute", "replicas"},
+    "launch": {"config"},
     "device": {"config", "pairs", "recalibration", "compute", "replicas", "report"},
     "mcore": {"config", "pairs", "recalibration", "compute", "replicas", "report", "device"},
     "reference": {"config", "pairs", "recalibration", "compute"},

@@ -1,0 +1,1 @@
+"""From a checkout to a launched job: patches, recipes and launch lines (no Megatron)."""
