@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_lrmoe.launch import patch_command
+
 FAILED, USER_ERROR = 1, 2
 
 
@@ -40,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_check(commands)
+    patch_command.add(commands)
     _add_data(commands)
     _add_demo(commands)
     _add_plan(commands)

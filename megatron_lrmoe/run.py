@@ -24,11 +24,11 @@ def main(argv: list[str]) -> int:
     sys.path.insert(0, str(Path(script).resolve().parent))
     if activate_if_needed():
         args = with_cpu_flags(args)
+    sys.argv = [script, *args]
     import megatron_lrmoe.megatron_adaptor  # noqa: F401
     from megatron_lrmoe.mcore.probe import install_if_asked
 
     install_if_asked()
-    sys.argv = [script, *args]
     runpy.run_path(script, run_name="__main__")
     return 0
 

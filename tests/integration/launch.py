@@ -85,14 +85,15 @@ def tiny_args(tmp_path: Path, **overrides: Any) -> list[str]:
     return words
 
 
-def torchrun(nproc: int, entry: str, args: list[str], timeout: float = 300.0) -> Run:
-    """Run ``torchrun -m entry args`` on ``nproc`` processes of one thread each.
+def torchrun(nproc: int, entry: str | Path, args: list[str], timeout: float = 300.0) -> Run:
+    """Run ``torchrun -m entry args``, or ``torchrun entry args`` for a script, on processes of one thread each.
 
     Raises:
         RunError: it failed, or was killed at ``timeout`` seconds with every process that it had started.
     """
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
-    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", entry, *args]
+    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    command += [*(["-m"] if isinstance(entry, str) else []), str(entry), *args]
     # As in an activated environment: a checkout compiles its index builder with the python3 that PATH names.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     # After a Megatron that the tests are run against.

@@ -17,9 +17,9 @@ def test_generated_parts_are_up_to_date(page: Path) -> None:
 
 
 def test_generated_parts_are_replaced() -> None:
-    text = "before\n<!-- generated: flags -->\nold\n<!-- end -->\nafter"
+    text = "before\n<!-- generated: flags -->\nOUTDATED\n<!-- end -->\nafter"
     filled = generate.filled(text)
-    assert "old" not in filled and "`--moe-lrm-retention`" in filled
+    assert "OUTDATED" not in filled and "`--moe-lrm-retention`" in filled
     assert filled.startswith("before\n") and filled.endswith("\nafter")
 
 
