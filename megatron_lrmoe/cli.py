@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lrmoe.launch import patch_command
+from megatron_lrmoe.launch import patch_command, recipes_command
+from megatron_lrmoe.mcore import alpaca_command
 
 FAILED, USER_ERROR = 1, 2
 
@@ -17,9 +18,10 @@ FAILED, USER_ERROR = 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status: 2 for bad input, 1 for a failed run."""
     parser = _parser()
-    # What is left over is for Megatron's own parser, and only check has one.
+    # What is left over is for Megatron's own parser, which check and recipes run hand it to.
     args, rest = parser.parse_known_args(argv)
-    if rest and args.command != "check":
+    passes_on = args.command == "check" or getattr(args, "kind", None) == "run"
+    if rest and not passes_on:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.flags = rest
     try:
@@ -43,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_check(commands)
     patch_command.add(commands)
+    recipes_command.add(commands)
     _add_data(commands)
     _add_demo(commands)
     _add_plan(commands)
@@ -66,7 +69,7 @@ def _add_check(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_data(commands: argparse._SubParsersAction) -> None:
-    data = commands.add_parser("data", help="write text as a Megatron indexed dataset of byte-level tokens")
+    data = commands.add_parser("data", help="write text as a Megatron indexed dataset")
     kinds = data.add_subparsers(dest="kind", required=True, metavar="KIND")
 
     build = kinds.add_parser("build", help="from text files (a document each) and .jsonl files (a document a line)")
@@ -82,6 +85,8 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
     )
     corpus.add_argument("--bytes", type=int, default=None, metavar="N", help="its first N bytes only")
     corpus.set_defaults(run=_data_corpus)
+
+    alpaca_command.add(kinds)
 
     for kind in (build, corpus):
         kind.add_argument(

@@ -11,7 +11,7 @@
 #   PYTHON=...   the Python to use (.venv/bin/python where there is one, else python3)
 #   OUT=...      folder for logs, figures and the table (runs/gpu_check)
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 
 TESTS=(tests/unit/test_compute.py tests/unit/test_grouped.py tests/unit/test_score.py tests/unit/test_selection.py)
 STEPS=20

@@ -14,6 +14,7 @@ What is replaced at once, and changes nothing in a run without ``--moe-lrm-reten
   layer when the config says so, Megatron's otherwise.
 - the MoE layer in ``hybrid_stack_spec`` of ``hybrid_layer_specs``, in the same way: that spec is made while Megatron is
   imported, so a changed function comes too late for it.
+- ``GPTDataset.__getitem__``: uses the loss mask that ``megatron-lrmoe data alpaca`` has written beside a dataset.
 
 What is replaced when the first config asks for the plugin:
 
@@ -58,6 +59,8 @@ PATCHED = (
 """(module, name) of every function that is replaced at once."""
 
 NEEDED = (
+    ("megatron.core.datasets.gpt_dataset", "GPTDataset.__getitem__"),
+    ("megatron.core.datasets.gpt_dataset", "GPTDataset._query_document_sample_shuffle_indices"),
     ("megatron.training.global_vars", "get_args"),
     ("megatron.core.transformer.moe.moe_logging", "MoEMetricsTracker.report"),
     ("megatron.core.transformer.moe.moe_utils", "get_default_pg_collection"),
@@ -116,6 +119,7 @@ def install() -> None:
         replacement._megatron_lrmoe = True
         setattr(sys.modules[module], name, replacement)
     _touch_hybrid_spec()
+    _read_loss_masks()
 
 
 def _find(module: str, name: str) -> Any:
@@ -207,6 +211,16 @@ def _with_layer(stock: Any) -> Any:
         return partial(build_moe_layer, spec.func, *spec.args, **spec.keywords)
 
     return get_moe_module_spec_for_backend
+
+
+def _read_loss_masks() -> None:
+    """Let datasets with a loss mask beside them use it; all others give what they gave."""
+    dataset = _find("megatron.core.datasets.gpt_dataset", "GPTDataset")
+    if not hasattr(dataset.__getitem__, "_megatron_lrmoe"):
+        from megatron_lrmoe.mcore.loss_mask import masked
+
+        dataset.__getitem__ = masked(dataset.__getitem__)
+        dataset.__getitem__._megatron_lrmoe = True
 
 
 def _touch_hybrid_spec() -> None:

@@ -43,18 +43,20 @@ class Built:
 
 
 @dataclass
-class _Problems:
+class Problems:
     """Everything wrong with the input: collected, so that one run names all of it."""
 
     shown: list[str] = field(default_factory=list)
     count: int = 0
 
     def add(self, problem: str) -> None:
+        """Count a problem; the first few are kept in words."""
         self.count += 1
         if self.count <= MAX_PROBLEMS_SHOWN:
             self.shown.append(problem)
 
     def raise_if_any(self) -> None:
+        """Raise one ValueError with all of them."""
         if self.count:
             more = self.count - len(self.shown)
             raise ValueError("\n".join(self.shown + ([f"... and {more} more"] if more else [])))
@@ -73,8 +75,8 @@ def build(files: Sequence[Path], prefix: Path, json_key: str = "text") -> Built:
     Raises:
         ValueError: every missing, empty or malformed input, by file and line; nothing is written.
     """
-    _refuse_directory(prefix)
-    problems = _Problems()
+    refuse_directory(prefix)
+    problems = Problems()
     sizes: dict[Path, int] = {}
     for path in files:
         if not path.is_file():
@@ -86,8 +88,8 @@ def build(files: Sequence[Path], prefix: Path, json_key: str = "text") -> Built:
     if not sizes:
         problems.raise_if_any()
     built = Built(prefix)
-    with _whole_or_nothing(prefix) as (bin_path, idx_path):
-        writer = _new_builder(bin_path)
+    with whole_or_nothing(prefix) as [(bin_path, idx_path)]:
+        writer = new_builder(bin_path)
         with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc=prefix.name) as bar:
             for path in sizes:
                 for text, size in _documents(path, json_key, problems):
@@ -112,11 +114,11 @@ def build_corpus(name: str, prefix: Path, limit: int | None = None) -> Built:
     Raises:
         ValueError: no such corpus, its package is not installed, or a limit below 1.
     """
-    _refuse_directory(prefix)
+    refuse_directory(prefix)
     texts = corpora.documents(name, limit)
     built = Built(prefix)
-    with _whole_or_nothing(prefix) as (bin_path, idx_path):
-        writer = _new_builder(bin_path)
+    with whole_or_nothing(prefix) as [(bin_path, idx_path)]:
+        writer = new_builder(bin_path)
         for text in texts:
             _add_document(writer, text, built)
         writer.data_file.close()
@@ -124,12 +126,13 @@ def build_corpus(name: str, prefix: Path, limit: int | None = None) -> Built:
     return built
 
 
-def _refuse_directory(prefix: Path) -> None:
+def refuse_directory(prefix: Path) -> None:
+    """Raise ValueError for a prefix that names a folder."""
     if prefix.is_dir() or not prefix.name:
         raise ValueError(f"--output: found the directory {prefix}, allowed is a path such as {prefix}/corpus")
 
 
-def _documents(path: Path, json_key: str, problems: _Problems) -> Iterator[tuple[bytes, int]]:
+def _documents(path: Path, json_key: str, problems: Problems) -> Iterator[tuple[bytes, int]]:
     """Yields each document of a file with the bytes of the file that it took."""
     if path.suffix != ".jsonl":
         text = path.read_bytes()
@@ -172,13 +175,14 @@ def _text_of(line: bytes, json_key: str) -> bytes:
         raise ValueError(f"found half a surrogate pair in field {json_key!r} ({error}), {expected}") from error
 
 
-def _new_builder(bin_path: Path) -> Any:
+def new_builder(bin_path: Path, vocab_size: int = VOCAB_SIZE) -> Any:
+    """Megatron's writer of an indexed dataset, with the smallest type that holds the vocabulary."""
     with warnings.catch_warnings():
         # Megatron warns that Transformer Engine and Apex are absent; a dataset needs neither.
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    return IndexedDatasetBuilder(str(bin_path), dtype=DType.optimal_dtype(VOCAB_SIZE))
+    return IndexedDatasetBuilder(str(bin_path), dtype=DType.optimal_dtype(vocab_size))
 
 
 def _add_document(writer: Any, text: bytes, built: Built) -> None:
@@ -194,17 +198,34 @@ def _add_document(writer: Any, text: bytes, built: Built) -> None:
 
 
 @contextlib.contextmanager
-def _whole_or_nothing(prefix: Path) -> Iterator[tuple[Path, Path]]:
-    """Yields temporary names beside ``prefix.bin`` and ``prefix.idx``, renamed to these if all went well."""
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    final_bin, final_idx = (Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx"))
-    part_bin, part_idx = (Path(f"{prefix}.{os.getpid()}.part{suffix}") for suffix in (".bin", ".idx"))
+def whole_or_nothing(*prefixes: Path) -> Iterator[list[tuple[Path, Path]]]:
+    """Yields temporary names beside each ``prefix.bin`` and ``prefix.idx``, renamed to these if all went well.
+
+    Args:
+        prefixes: the dataset's, then that of what belongs to it; a loss mask that does not is removed.
+    """
+    prefixes[0].parent.mkdir(parents=True, exist_ok=True)
+    final = [_files(str(prefix)) for prefix in prefixes]
+    parts = [_files(f"{prefix}.{os.getpid()}.part") for prefix in prefixes]
+    stale = _files(str(mask_of(prefixes[0])))
     try:
-        yield part_bin, part_idx
-        # Without this a stop between the two renames would leave new data under an old index.
-        final_idx.unlink(missing_ok=True)
-        part_bin.replace(final_bin)
-        part_idx.replace(final_idx)
+        yield parts
+        # Without this a stop between two renames would leave new data under an old index, or beside an old mask. The
+        # dataset's own index comes last: without it there is no dataset.
+        for path in (*(idx for _, idx in final), *stale):
+            path.unlink(missing_ok=True)
+        for part, whole in reversed(list(zip(parts, final, strict=True))):
+            for here, there in zip(part, whole, strict=True):
+                here.replace(there)
     finally:
-        part_bin.unlink(missing_ok=True)
-        part_idx.unlink(missing_ok=True)
+        for path in (path for part in parts for path in part):
+            path.unlink(missing_ok=True)
+
+
+def mask_of(prefix: Path | str) -> Path:
+    """Prefix of the loss mask that belongs to a dataset: uint8 in the same documents, 1 where a token is learnt."""
+    return Path(f"{prefix}.loss_mask")
+
+
+def _files(prefix: str) -> tuple[Path, Path]:
+    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")

@@ -22,9 +22,7 @@ def said(name: str, *args: str, cwd: Path = ROOT) -> str:
     command = [sys.executable, "-m", f"benchmarks.{name}", *args]
     # A file: a pipe would stay open as long as any process that the benchmark has left behind.
     with tempfile.TemporaryFile("w+") as printed:
-        status = subprocess.run(
-            command, cwd=cwd, env=environment, stdout=printed, stderr=printed, timeout=120
-        ).returncode
+        run = subprocess.run(command, cwd=cwd, env=environment, stdout=printed, stderr=printed, timeout=120)
         printed.seek(0)
         text = printed.read()
     assert run.returncode == 0, text

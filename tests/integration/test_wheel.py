@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.test_patch import tree
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -77,5 +79,5 @@ def test_the_installed_command_is_that_of_the_wheel(command: Path, tmp_path: Pat
 def test_recipes_and_patches_work_from_the_wheel(command: Path, tmp_path: Path) -> None:
     assert "qwen3_30b_a3b" in said(command, "recipes", "list", cwd=tmp_path)
     assert "--num-experts" in said(command, "recipes", "show", "qwen3_30b_a3b", cwd=tmp_path)
-    printed = said(command, "recipes", "run", "toy", "--dry-run", cwd=tmp_path)
-    assert "-m megatron_lrmoe.pretrain_gpt" in printed
+    checkout = tree(tmp_path / "Megatron-LM")
+    assert "+import megatron_lrmoe" in said(command, "patch", str(checkout), "--diff", cwd=tmp_path)

@@ -16,9 +16,7 @@ from megatron_lrmoe.launch.patch_set import Hunk, State, patch_sets, version_of
 
 LINE = b"import megatron_lrmoe.megatron_adaptor\n"
 NAMES = ("pretrain_gpt.py", "pretrain_hybrid.py")
-SCRIPT = (
-    b"# script\nfrom functools import partial\n\nimport torch\n\nfrom builders import builder\n\nbuilder(torch)\n"
-)
+SCRIPT = b"# script\nfrom functools import partial\n\nimport torch\n\nfrom builders import builder\n\nbuilder(torch)\n"
 PATCHED = SCRIPT.replace(b"import torch\n", b"import torch\n" + LINE)
 
 
