@@ -54,13 +54,12 @@ class Launch:
         return [*torchrun, *self.entry, *words(self.flags)]
 
 
-def launch(recipe: Recipe, settings: Settings, extra: Sequence[str] = ()) -> Launch:
+def launch(recipe: Recipe, settings: Settings) -> Launch:
     """The job that a recipe and its variables describe.
 
     Args:
         recipe: model and training.
         settings: what replaces its values, and what it leaves open.
-        extra: words that come last, so they win.
     """
     flags: Flags = dict(recipe.flags)
     for name, flag in RECIPE_SETTINGS.items():
@@ -72,13 +71,21 @@ def launch(recipe: Recipe, settings: Settings, extra: Sequence[str] = ()) -> Lau
     script = ("-m", "megatron_lrmoe.pretrain_gpt")
     if settings.MEGATRON_PATH:
         script = ("-m", "megatron_lrmoe.run", str(Path(settings.MEGATRON_PATH) / "pretrain_gpt.py"))
-    return Launch(recipe.environment, script, flags | _given(extra), settings)
+    return Launch(recipe.environment, script, flags, settings)
 
 
-def _given(extra: Sequence[str]) -> Flags:
-    """Words of a command line as flags; several values stay together."""
+def with_flags(job: Launch, given: Sequence[str]) -> Launch:
+    """The job with a user's own flags, which win over everything.
+
+    Args:
+        job: the job.
+        given: words of a command line; several values after a flag stay together.
+
+    Raises:
+        ValueError: the first word is no flag.
+    """
     flags: Flags = {}
-    for word in extra:
+    for word in given:
         if word.startswith("--"):
             last, _, value = word.partition("=")
             flags[last] = value or True
@@ -88,7 +95,7 @@ def _given(extra: Sequence[str]) -> Flags:
             last = next(reversed(flags))
             before = flags[last]
             flags[last] = word if before is True else [*(before if isinstance(before, list) else [str(before)]), word]
-    return flags
+    return replace(job, flags=job.flags | flags)
 
 
 def _data(settings: Settings, flags: Flags) -> Flags:

@@ -48,7 +48,8 @@ def _run(args: argparse.Namespace) -> int:
     from megatron_lrmoe.launch import launcher, recipes
     from megatron_lrmoe.launch.settings import Settings
 
-    job = launcher.launch(recipes.load(args.name), Settings.read(), [word for word in args.flags if word != "--"])
+    job = launcher.launch(recipes.load(args.name), Settings.read())
     if args.smoke:
         job = launcher.smoke(job)
+    job = launcher.with_flags(job, [word for word in args.flags if word != "--"])
     return launcher.dry_run(job) if args.dry_run else launcher.start(job)

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from tqdm import tqdm
 
-from megatron_lrmoe.mcore.data import Problems, mask_of, new_builder, refuse_directory, whole_or_nothing
+from megatron_lrmoe.mcore.data import Problems, new_builder, refuse_directory, whole_or_nothing
+from megatron_lrmoe.mcore.loss_mask import mask_of
 from megatron_lrmoe.mcore.tokens import Tokenizer
 
 PROMPT = "### Instruction:\n{instruction}\n\n### Response:\n"
@@ -79,7 +80,7 @@ class Written:
     """What was written.
 
     Args:
-        prefix: of the dataset; a mask, if there is one, is at ``data.mask_of(prefix)``.
+        prefix: of the dataset; a mask, if there is one, is at ``loss_mask.mask_of(prefix)``.
         examples, documents, tokens: counts; tokens include ends of document and what fills packed documents.
         truncated, too_long: examples cut, and left out, for their length.
         skipped: one sentence for each bad record that was left out, the first 20.

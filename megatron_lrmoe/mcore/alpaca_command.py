@@ -31,7 +31,7 @@ def add(kinds: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from megatron_lrmoe.mcore import alpaca, data, tokens
+    from megatron_lrmoe.mcore import alpaca, loss_mask, tokens
 
     options = alpaca.Options(
         seq_length=args.seq_length,
@@ -53,7 +53,7 @@ def _run(args: argparse.Namespace) -> int:
     length = f" --seq-length {args.seq_length}" if args.seq_length else ""
     print(f"train on it with: --data-path {written.prefix} {' '.join(tokenizer.flags)}{length}")
     if written.masked:
-        print(f"loss mask: {data.mask_of(written.prefix)}; Megatron without the plugin does not read it")
+        print(f"loss mask: {loss_mask.mask_of(written.prefix)}; Megatron without the plugin does not read it")
     return 0
 
 

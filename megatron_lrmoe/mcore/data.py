@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from megatron_lrmoe.mcore.loss_mask import mask_of
 from megatron_lrmoe.report import corpora
 
 END_OF_DOCUMENT = 256
@@ -220,11 +221,6 @@ def whole_or_nothing(*prefixes: Path) -> Iterator[list[tuple[Path, Path]]]:
     finally:
         for path in (path for part in parts for path in part):
             path.unlink(missing_ok=True)
-
-
-def mask_of(prefix: Path | str) -> Path:
-    """Prefix of the loss mask that belongs to a dataset: uint8 in the same documents, 1 where a token is learnt."""
-    return Path(f"{prefix}.loss_mask")
 
 
 def _files(prefix: str) -> tuple[Path, Path]:

@@ -9,7 +9,10 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from megatron_lrmoe.mcore.data import mask_of
+
+def mask_of(prefix: Path | str) -> Path:
+    """Prefix of the loss mask that belongs to a dataset: uint16 in the same documents, 1 where a token is learnt."""
+    return Path(f"{prefix}.loss_mask")
 
 
 def masked(stock_getitem: Any) -> Any:
@@ -21,7 +24,8 @@ def masked(stock_getitem: Any) -> Any:
         reader = _reader(self)
         # Without an index it is padding of a batch, which Megatron has masked already.
         if reader is not None and idx is not None:
-            item["loss_mask"] *= _learnt(reader, idx)
+            # Not in place: the first sample's mask is the one that the dataset keeps for all (cached_loss_mask).
+            item["loss_mask"] = item["loss_mask"] * _learnt(reader, idx)
         return item
 
     return getitem

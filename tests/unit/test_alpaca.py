@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lrmoe.cli import main
-from megatron_lrmoe.mcore import alpaca, data, tokens
+from megatron_lrmoe.mcore import alpaca, data, loss_mask, tokens
 from megatron_lrmoe.mcore.alpaca import Example, Options, Written
 
 END = data.END_OF_DOCUMENT
@@ -39,7 +39,7 @@ def test_records_become_prompts_and_answers(tmp_path: Path) -> None:
     prompt = "### Instruction:\nAdd\n\n### Input:\n1 2\n\n### Response:\n"
     texts = [bytes(d[:-1].tolist()).decode() for d in documents(tmp_path / "out")]
     assert texts == [prompt + "3", "### Instruction:\nGo\n\n### Response:\nok", prompt + "3", "plain"]
-    masks = documents(data.mask_of(tmp_path / "out"))
+    masks = documents(loss_mask.mask_of(tmp_path / "out"))
     assert masks[0].tolist() == [0] * len(prompt) + [1, 1]
     assert masks[3].tolist() == [1] * 6
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -125,7 +125,7 @@ def test_a_dataset_written_anew_without_a_mask_has_none(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", GOOD)
     for mask in (True, False):
         alpaca.build([path], tmp_path / "out", tokens.byte_level(), Options(mask_prompt=mask))
-        assert data.mask_of(tmp_path / "out").with_suffix(".loss_mask.idx").exists() == mask
+        assert loss_mask.mask_of(tmp_path / "out").with_suffix(".loss_mask.idx").exists() == mask
 
 
 def test_bad_options_are_refused_at_once() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_lrmoe.cli import main
 from megatron_lrmoe.launch import recipes
-from megatron_lrmoe.launch.launcher import launch, smoke
+from megatron_lrmoe.launch.launcher import launch, smoke, with_flags
 from megatron_lrmoe.launch.settings import Settings
 from megatron_lrmoe.launch.shipped import folder
 
@@ -111,7 +111,7 @@ def test_layers_with_experts(frequency: str, expected: list[int]) -> None:
 
 
 def job(name: str = "qwen3_30b_a3b", extra: tuple[str, ...] = (), **variables: str):
-    return launch(recipes.load(name), Settings.read(variables), extra)
+    return with_flags(launch(recipes.load(name), Settings.read(variables)), extra)
 
 
 def test_the_default_is_the_papers_setting() -> None:
@@ -171,6 +171,12 @@ def test_further_flags_win() -> None:
     assert (flags["--log-interval"], flags["--no-rope-fusion"]) == ("3", True)
     with pytest.raises(ValueError, match="after --: found 'lr'"):
         job(extra=("lr", "1"))
+
+
+def test_further_flags_win_over_a_smoke_run_too() -> None:
+    small = smoke(job())
+    flags = with_flags(small, ("--train-iters", "3")).flags
+    assert flags == small.flags | {"--train-iters": "3"}
 
 
 def test_every_bad_variable_is_named_at_once() -> None:
