@@ -75,7 +75,7 @@ def test_smoke(name: str, policy: str, tmp_path: Path) -> None:
     assert ("moe-lrm/kept_share" in done.stdout) == (policy != "stock")
     assert ("moe-lrm/replicas" in done.stdout) == (policy == "lrm+replicas")
     if policy == "lrm":
-        # Without TE and Apex, stock Megatron cannot read a distributed optimizer's state back (docs/troubleshooting.md).
+        # Without TE and Apex, stock Megatron cannot read a distributed optimizer's state back: troubleshooting.md.
         again = run(f"{name}.sh", "--smoke", "--", "--train-iters", "3", "--no-load-optim", **variables)
         assert again.returncode == 0, again.stderr[-3000:]
         assert "iteration        3/       3" in again.stdout and "iteration        2/" not in again.stdout
