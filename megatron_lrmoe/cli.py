@@ -17,13 +17,7 @@ FAILED, USER_ERROR = 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status: 2 for bad input, 1 for a failed run."""
-    parser = _parser()
-    # What is left over is for Megatron's own parser, which check and recipes run hand it to.
-    args, rest = parser.parse_known_args(argv)
-    passes_on = args.command == "check" or getattr(args, "kind", None) == "run"
-    if rest and not passes_on:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    args.flags = rest
+    args = parse(argv)
     try:
         return args.run(args)
     except ValueError as error:
@@ -33,6 +27,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has seen enough (| head). Python would flush stdout once more at exit and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """A command line's values, with ``run`` its subcommand's function; one that is not understood ends the program."""
+    parser = _parser()
+    # What is left over is for Megatron's own parser, which check and recipes run hand it to.
+    args, rest = parser.parse_known_args(argv)
+    passes_on = args.command == "check" or getattr(args, "kind", None) == "run"
+    if rest and not passes_on:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.flags = rest
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -207,6 +207,24 @@ SUPPORTED = (
         ("tests/contract/test_adaptor_megatron.py",),
     ),
     Supported(
+        "patched checkouts of 0.18, 0.19 and main; trees made by the tests with every `make test`, real ones by hand",
+        ("tests/unit/test_patch.py", "tests/unit/test_user_demand_patch.py", "tests/checkout/test_checkouts.py"),
+    ),
+    Supported(
+        "models that another framework has built, or builds by a spec: names, shapes, attributes and sharded keys are "
+        "stock's, and a loop that is not Megatron's trains them; Megatron-Bridge and ms-swift themselves were not run",
+        ("tests/dist/test_frameworks.py", "tests/integration/test_own_loop.py"),
+    ),
+    Supported(
+        "recipes at their real sizes through Megatron's parser and validation, launch scripts at toy widths; resuming "
+        "from a script's checkpoint",
+        ("tests/contract/test_recipe_configs.py", "tests/integration/test_scripts.py"),
+    ),
+    Supported(
+        "loss masks beside a dataset, with GPTDataset",
+        ("tests/contract/test_loss_mask.py",),
+    ),
+    Supported(
         "`--log-throughput`: one warning, and `moe-lrm/flops_share` to multiply by",
         ("tests/integration/test_training.py",),
     ),

