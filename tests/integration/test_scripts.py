@@ -49,12 +49,16 @@ def test_under_slurm_a_dry_run_prints_what_srun_would_start(name: str) -> None:
     assert "WORLD_SIZE 32" in done.stdout and "refused with these flags\n  nothing" in done.stdout
 
 
-def test_the_task_that_srun_starts_has_its_nodes_rank(tmp_path: Path) -> None:
-    """Srun is a fake that runs its command once, as the third node."""
-    fake = tmp_path / "srun"
-    fake.write_text('#!/bin/bash\nshift\nSLURM_NODEID=2 exec "$@"\n')
+def with_srun(folder: Path, node: int) -> str:
+    """PATH with a fake srun that runs its command once, as the node with this number."""
+    fake = folder / "srun"
+    fake.write_text(f'#!/bin/bash\nshift\nSLURM_NODEID={node} exec "$@"\n')
     fake.chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_the_task_that_srun_starts_has_its_nodes_rank(tmp_path: Path) -> None:
+    path = with_srun(tmp_path, node=2)
     done = run("qwen3_30b_a3b.slurm.sh", "--smoke", "--dry-run", PATH=path, SLURM_JOB_NUM_NODES="4", NODE_RANK="7")
     assert done.returncode == 0, done.stderr
     whole = run("qwen3_30b_a3b.slurm.sh", PATH=path, SLURM_JOB_NUM_NODES="4", GPUS="0")
@@ -65,18 +69,25 @@ def test_the_task_that_srun_starts_has_its_nodes_rank(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("name", "policy"), [(TRAINING[0], "lrm"), (TRAINING[1], "lrm+replicas"), (TRAINING[1], "stock")]
+    ("script", "policy"),
+    [
+        (f"{TRAINING[0]}.sh", "lrm"),
+        (f"{TRAINING[1]}.sh", "lrm+replicas"),
+        (f"{TRAINING[0]}.slurm.sh", "lrm+replicas"),
+        (f"{TRAINING[1]}.slurm.sh", "stock"),
+    ],
 )
-def test_smoke(name: str, policy: str, tmp_path: Path) -> None:
+def test_smoke(script: str, policy: str, tmp_path: Path) -> None:
     variables = {"POLICY": policy, "MASTER_PORT": str(free_port()), "SAVE": str(tmp_path / "checkpoints")}
-    done = run(f"{name}.sh", "--smoke", **variables)
+    variables["PATH"] = with_srun(tmp_path, node=0)
+    done = run(script, "--smoke", **variables)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "iteration        2/       2" in done.stdout
     assert ("moe-lrm/kept_share" in done.stdout) == (policy != "stock")
     assert ("moe-lrm/replicas" in done.stdout) == (policy == "lrm+replicas")
     if policy == "lrm":
         # Without TE and Apex, stock Megatron cannot read a distributed optimizer's state back: troubleshooting.md.
-        again = run(f"{name}.sh", "--smoke", "--", "--train-iters", "3", "--no-load-optim", **variables)
+        again = run(script, "--smoke", "--", "--train-iters", "3", "--no-load-optim", **variables)
         assert again.returncode == 0, again.stderr[-3000:]
         assert "iteration        3/       3" in again.stdout and "iteration        2/" not in again.stdout
 
