@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.launch import free_port
+from tests.plans import IN_CI
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 TRAINING = ("qwen3_30b_a3b", "glm45_air_106b_a12b")
@@ -96,3 +97,12 @@ def test_bad_variables_are_refused_before_anything_starts() -> None:
     done = run("qwen3_30b_a3b.sh", GPUS="none", POLICY="fast")
     assert done.returncode == 2
     assert "GPUS: found 'none'" in done.stderr and "POLICY: found 'fast'" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IN_CI, reason="the GPU check's dry run runs where CI=true")
+def test_the_gpu_check_runs_on_a_cpu(tmp_path: Path) -> None:
+    done = run("gpu_check.sh", "--dry-run", OUT=str(tmp_path))
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "train-lrm        steps 20 of 20" in done.stdout
+    assert "steps that failed: 0" in done.stdout
